@@ -1,0 +1,1 @@
+"""File formats as pure functions: plan in, bytes and places out."""
