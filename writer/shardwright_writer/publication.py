@@ -1,0 +1,71 @@
+"""From a save whose bytes are durable to what `commit` publishes: manifest, index, names.
+
+Called on a pool thread by `save` and, after a crash, by `recovery`: everything is recomputed from
+plan and CRCs, so that both give the same result. Renames nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwright_writer import commit, manifest
+from shardwright_writer.commit import Publication, PublishedFile
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from shardwright_writer.formats.base import Plan, SavePlan, ShardLayout
+    from shardwright_writer.formats.image import FileImage
+    from shardwright_writer.save import SaveSpec
+    from shardwright_writer.storage.base import Folder
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A save's files, whole and durable under temporary names."""
+
+    spec: SaveSpec
+    plan: Plan
+    layout: ShardLayout
+    save_plan: SavePlan
+    images: list[FileImage]
+    inodes: list[int]
+    crcs: NDArray[np.uint32]
+
+
+def prepare_publication(folder: Folder, written: Written) -> Publication:
+    """Write the index (if the format has one) under a temporary name and build the manifest."""
+    spec, save_plan = written.spec, written.save_plan
+    files = [
+        PublishedFile(spec.temporary_name(index), plan.name, inode)
+        for index, (plan, inode) in enumerate(zip(save_plan.files, written.inodes, strict=True))
+    ]
+    index_bytes = None
+    if save_plan.index is not None:
+        name, index_bytes = save_plan.index
+        temporary = spec.temporary_name(len(files))
+        inode = commit.write_small(folder, temporary, index_bytes, spec.mode)
+        files.append(PublishedFile(temporary, name, inode))
+    entry = manifest.build_entry(
+        save_id=spec.save_id,
+        step=spec.step,
+        world_size=spec.world_size,
+        plan=written.plan,
+        layout=written.layout,
+        save_plan=save_plan,
+        inodes=[file.inode for file in files],
+        shard_crcs=written.crcs,
+        literal_crcs=[image.literal_crc(written.crcs) for image in written.images],
+    )
+    old_manifest = commit.read_manifest(folder, spec.file_name)
+    names = [file.name for file in files]
+    return Publication(
+        file_name=spec.file_name,
+        files=files,
+        manifest=manifest.merge(entry, old_manifest),
+        manifest_temporary_name=spec.temporary_name("m"),
+        mode=spec.mode,
+        superseded=commit.superseded(folder, written.plan.format, spec.file_name, names),
+    )

@@ -1,0 +1,552 @@
+"""One rank's save, from Open to Committed or Failed: the state, the journal, the slots.
+
+Lives on the event loop; blocking work goes to the pools. `service` feeds it messages and sends
+what it emits; `pipeline` moves its bytes; `commit` publishes; `recovery` rebuilds it from its
+journal after a crash. Speaks no gRPC and knows no format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+
+from shardwright_writer import commit, formats
+from shardwright_writer.arena import anonymous_buffer
+from shardwright_writer.crc import piece_crcs, window_crc
+from shardwright_writer.formats.image import FileImage
+from shardwright_writer.journal import Journal, Phase, WindowState
+from shardwright_writer.names import Owner, leftovers, temporary_name
+from shardwright_writer.pipeline import Pipeline
+from shardwright_writer.publication import Written, prepare_publication
+from shardwright_writer.refusal import Reason, Refusal
+from shardwright_writer.session import TERMINAL, Event, State, step
+from shardwright_writer.windows import WindowTable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+    from concurrent.futures import Executor
+
+    from numpy.typing import NDArray
+
+    from shardwright_writer.clients import Client
+    from shardwright_writer.fdstore import FdStore
+    from shardwright_writer.formats.base import Plan, SavePlan, ShardLayout
+    from shardwright_writer.storage.base import WritableFile
+    from shardwright_writer.storage.posix import PosixFolder
+
+_SYNC_BYTES_MAX = 64 << 20
+_STOP_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSpec:
+    """What Open says, checked. mode: of the files."""
+
+    save_id: str
+    file_name: str
+    mode: int
+    rank: int
+    world_size: int
+    step: int
+    job_id: str
+    owner: Owner
+
+    def temporary_name(self, part: int | str) -> str:
+        """Return the name of file `part` ("m": the manifest) until it is published."""
+        return temporary_name(self.save_id, self.owner, part)
+
+    def meta(self) -> dict[str, Any]:
+        """What the journal keeps of it."""
+        return {
+            "save_id": self.save_id,
+            "file_name": self.file_name,
+            "mode": self.mode,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "step": self.step,
+            "job_id": self.job_id,
+            "owner_pid": self.owner.pid,
+            "owner_start_time": self.owner.start_time,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Acked:
+    """(file, window, CRC): durable, the slots are the client's again."""
+
+    windows: list[tuple[int, int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The writer alone can finish."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Durable and visible. files: names in the folder, root last."""
+
+    size: int
+    files: list[str]
+    seconds: float
+
+
+Emission: TypeAlias = Acked | Captured | Committed | Refusal
+
+
+class SaveHost(Protocol):
+    """What a save needs from the server around it."""
+
+    io_pool: Executor
+    admin_pool: Executor
+    fds: FdStore
+
+    async def turn(self, save: Save) -> None:
+        """Wait until every earlier save of the same path has ended."""
+
+    def live_ids(self) -> frozenset[str]:
+        """Return the ids of all live saves: their temporary files are not leftovers."""
+
+    def ended(self, save: Save) -> None:
+        """The save is COMMITTED or FAILED and holds nothing any more."""
+
+    def log(self, save: Save, event: str, **facts: object) -> None:
+        """Write the one line of a save event."""
+
+
+class Save:
+    """The moving part. All methods run on the event loop unless they say otherwise."""
+
+    def __init__(
+        self,
+        spec: SaveSpec,
+        client: Client,
+        folder: PosixFolder,
+        plan: Plan,
+        layout: ShardLayout,
+        host: SaveHost,
+    ) -> None:
+        self.spec = spec
+        self.client = client
+        self.folder = folder
+        self.plan = plan
+        self.layout = layout
+        self.state = State.OPENED
+        self.bytes_total = int(plan.nbytes.sum())
+        self.bytes_received = 0
+        self.stage = "receiving"
+        self.result: Committed | Refusal | None = None
+        self.outbox: Callable[[Emission], None] | None = None
+        self.opened_s = time.monotonic()
+        self.heard_s = self.opened_s
+        self.moved_s = self.opened_s
+        self.window_bytes = client.lease.window_bytes
+        self.journal: Journal | None = None
+        self.pipeline: Pipeline | None = None
+        self.table: WindowTable | None = None
+        self.save_plan: SavePlan | None = None
+        self.images: list[FileImage] = []
+        self._host = host
+        self._loop = asyncio.get_running_loop()
+        self._files: list[WritableFile] = []
+        self._data_durable = False
+        self.path_key: tuple[int, int, str] = (0, 0, "")
+        self._tag = ""
+        self._drained = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._building: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        client.saves += 1
+
+    # --- from OPENED to RECEIVING ---------------------------------------------------------
+
+    async def receive_skeleton(
+        self, plan_bytes: bytes, skeleton: bytes, claimed: Sequence[tuple[int, int, int]] = ()
+    ) -> None:
+        """Everything but tensor bytes is here: lay out the files and make the journal.
+
+        claimed: (file, window, CRC) that a writer which left no journal had acknowledged; its
+        temporary files are reopened and those windows read back. A failure ends the save.
+        """
+        if self._building is None:
+            self._building = self._spawn(self._begin(plan_bytes, skeleton, claimed))
+        # The stream that asked may break meanwhile; the work belongs to the save.
+        await asyncio.shield(self._building)
+
+    async def _begin(
+        self, plan_bytes: bytes, skeleton: bytes, claimed: Sequence[tuple[int, int, int]]
+    ) -> None:
+        try:
+            await self._build(plan_bytes, skeleton, claimed)
+        except Refusal as refusal:
+            self.fail(refusal)
+
+    async def _build(
+        self, plan_bytes: bytes, skeleton: bytes, claimed: Sequence[tuple[int, int, int]]
+    ) -> None:
+        run = self._loop.run_in_executor
+        await run(self._host.admin_pool, self._check_space)
+        save_plan = await run(self._host.admin_pool, self._plan_files, skeleton)
+        files = await run(self._host.admin_pool, self._create_files, save_plan, bool(claimed))
+        images = [FileImage(file) for file in save_plan.files]
+        table = WindowTable(list(zip(save_plan.files, images, strict=True)), self.window_bytes)
+        meta = {
+            **self.spec.meta(),
+            "client_id": self.client.client_id,
+            "file_count": len(save_plan.files),
+            "tag": self._tag,
+            "window_bytes": self.window_bytes,
+            "folder_path": self.folder.path,
+        }
+        if self.state in TERMINAL:
+            self._files = files
+            await run(self._host.admin_pool, self._remove_temporaries)
+            return
+        journal = Journal.create(meta, plan_bytes, skeleton, len(table), table.piece_count)
+        self.go(save_plan, images, table, files, journal)
+        journal.inodes[:] = [file.inode for file in files]
+        self._host.fds.store(f"target/{self.spec.save_id}", self.folder.fd)
+        self._host.fds.store(f"journal/{self.spec.save_id}", journal.fd)
+        self.state = step(self.state, Event.SKELETON_COMPLETE)
+        self._require_pipeline().start()
+        if claimed:
+            await run(self._host.admin_pool, self._check_claimed, claimed)
+
+    def _check_claimed(self, claimed: Sequence[tuple[int, int, int]]) -> None:
+        """Read back what should be durable: only bytes that match their CRC count."""
+        journal, table = self._require_journal()
+        buffer = anonymous_buffer(self.window_bytes)
+        for file, window, crc in claimed:
+            row = table.row(file, window)
+            start = window * self.window_bytes
+            self._files[file].read_at(buffer, start)
+            pieces = self.images[file].pieces(start, start + self.window_bytes)
+            values = piece_crcs(buffer, pieces)
+            if window_crc(values) != crc:
+                raise Refusal(
+                    Reason.CORRUPT,
+                    f"window {window} of {self._files[file].name!r} is not what was acknowledged"
+                    " before the writer died",
+                    "save again; the previous checkpoint is untouched",
+                )
+            journal.piece_crcs[table.pieces(row)] = values
+            journal.states[row] = WindowState.DURABLE
+            self.bytes_received += table.shard_bytes(row)
+            self._require_pipeline().restore(file, window, values)
+
+    def _check_space(self) -> None:
+        for name in leftovers(self.folder, self._host.live_ids()):
+            self._host.log(self, "swept", name=name)
+            self.folder.remove(name)
+        existing = self.folder.stat(self.spec.file_name)
+        if existing is not None and not existing.is_regular:
+            raise Refusal(
+                Reason.BAD_REQUEST,
+                f"{self.folder.path}/{self.spec.file_name} exists and is not a regular file",
+                "choose another path; nothing was touched",
+            )
+        free = self.folder.free_bytes()
+        if free < self.bytes_total:
+            raise Refusal(
+                Reason.NO_SPACE,
+                f"{self.folder.path} has {free} bytes free and the save needs {self.bytes_total}"
+                " [ENOSPC]",
+                "free space and save again; nothing was written",
+            )
+
+    def _plan_files(self, skeleton: bytes) -> SavePlan:
+        kind = formats.get_format(self.plan.format)
+        self._tag = commit.shard_tag(
+            self.folder, self.plan.format, self.spec.file_name, self.spec.save_id, self.layout.file_count
+        )
+        return kind.files(self.plan, self.layout, skeleton, self.spec.file_name, self._tag)
+
+    def _create_files(self, save_plan: SavePlan, reopen: bool) -> list[WritableFile]:
+        files: list[WritableFile] = []
+        try:
+            for index in range(len(save_plan.files)):
+                name = self.spec.temporary_name(index)
+                if reopen:
+                    files.append(self.folder.reopen(name))
+                    continue
+                self.folder.remove(name)  # ours: an earlier server died before its journal was kept
+                files.append(self.folder.create(name, self.spec.mode))
+        except Refusal:
+            for file in files:
+                file.close()
+                self.folder.remove(file.name)
+            raise
+        return files
+
+    def go(
+        self,
+        save_plan: SavePlan,
+        images: list[FileImage],
+        table: WindowTable,
+        files: list[WritableFile],
+        journal: Journal,
+    ) -> None:
+        """Start the pipeline over files that are open, new or taken over."""
+        self.save_plan, self.images, self.table = save_plan, images, table
+        self.journal, self._files = journal, files
+        sync_bytes = min(max(self.window_bytes, self.client.lease.lease_bytes // 8), _SYNC_BYTES_MAX)
+        self.pipeline = Pipeline(
+            list(zip(save_plan.files, images, files, strict=True)),
+            self.window_bytes,
+            len(self.plan.names),
+            self,
+            self._host.io_pool,
+            sync_bytes,
+        )
+
+    # --- windows --------------------------------------------------------------------------
+
+    def window_received(self, file: int, window: int, slot: int, generation: int) -> None:
+        """A window is whole in a slot of the client's arena."""
+        journal, table = self._require_journal()
+        row = table.row(file, window)
+        if self.state is not State.RECEIVING:
+            raise Refusal(Reason.BAD_REQUEST, f"window after the save was {self.state.name}")
+        if journal.states[row] != WindowState.EXPECTED:
+            if journal.states[row] == WindowState.RECEIVED and journal.slots[row] != slot:
+                raise Refusal(Reason.BAD_REQUEST, f"window {window} was sent twice, in two slots")
+            return
+        users = self.client.lease.users
+        user = (self.spec.save_id, file, window)
+        if users.get(slot, user) != user:
+            raise Refusal(
+                Reason.BAD_REQUEST, f"slot {slot} still belongs to window {users[slot][2]} of a save"
+            )
+        buffer = self.client.lease.slot(slot)
+        users[slot] = user
+        journal.slots[row] = slot
+        journal.generations[row] = generation
+        journal.states[row] = WindowState.RECEIVED
+        self._count_received(row)
+        self._require_pipeline().submit(file, window, buffer)
+
+    def finish(self) -> None:
+        """The client has sent everything."""
+        journal, _ = self._require_journal()
+        if self.state is not State.RECEIVING:
+            if self.state is State.CAPTURED:
+                self._emit(Captured())
+                return
+            raise Refusal(Reason.BAD_REQUEST, f"Finish after the save was {self.state.name}")
+        missing = np.flatnonzero(journal.states == WindowState.EXPECTED)
+        if len(missing):
+            raise Refusal(
+                Reason.BAD_REQUEST, f"Finish with {len(missing)} windows of {len(journal.states)} missing"
+            )
+        journal.phase = Phase.CAPTURED
+        self.state = step(self.state, Event.FINISH)
+        self.stage = "writing"
+        self._emit(Captured())
+        self._host.log(self, "captured", seconds=round(time.monotonic() - self.opened_s, 3))
+        self._commit_when_ready()
+
+    def waits_for_storage(self) -> bool:
+        """Tell whether windows are here whose bytes storage has not taken yet."""
+        return any(user[0] == self.spec.save_id for user in self.client.lease.users.values())
+
+    def flush(self) -> None:
+        """Acknowledge what is written, though no batch is full: the client has no slot left."""
+        if self.pipeline is not None:
+            self.pipeline.flush()
+
+    def _count_received(self, row: int) -> None:
+        self.heard_s = self.moved_s = time.monotonic()
+        assert self.table is not None
+        self.bytes_received += self.table.shard_bytes(row)
+
+    # --- pipeline events, on pool threads -------------------------------------------------
+
+    def record_crcs(self, file: int, window: int, values: NDArray[np.uint32]) -> None:
+        journal, table = self._require_journal()
+        journal.piece_crcs[table.pieces(table.row(file, window))] = values
+
+    def windows_durable(self, file: int, windows: list[tuple[int, int]]) -> None:
+        journal, table = self._require_journal()  # before _end: data_durable comes after us
+        for window, _ in windows:
+            journal.states[table.row(file, window)] = WindowState.DURABLE
+        self._loop.call_soon_threadsafe(self._release_slots, file, windows)
+
+    def data_durable(self) -> None:
+        self._loop.call_soon_threadsafe(self._on_data_durable)
+
+    def failed(self, refusal: Refusal) -> None:
+        self._loop.call_soon_threadsafe(self.fail, refusal)
+
+    def drained(self) -> None:
+        self._loop.call_soon_threadsafe(self._drained.set)
+
+    # --- and back on the loop -------------------------------------------------------------
+
+    def _release_slots(self, file: int, windows: list[tuple[int, int]]) -> None:
+        self.moved_s = time.monotonic()
+        if self.state is State.FAILED:
+            return
+        journal, table = self._require_journal()
+        for window, _ in windows:
+            self.client.lease.users.pop(int(journal.slots[table.row(file, window)]), None)
+        self.client.slot_freed.set()
+        self._emit(Acked([(file, window, crc) for window, crc in windows]))
+
+    def _on_data_durable(self) -> None:
+        self._data_durable = True
+        self._commit_when_ready()
+
+    def _commit_when_ready(self) -> None:
+        if self._data_durable and self.state is State.CAPTURED:
+            self.state = step(self.state, Event.DATA_DURABLE)
+            self._spawn(self._commit())
+
+    async def _commit(self) -> None:
+        pipeline = self._require_pipeline()
+        await self._publish(pipeline.crcs)
+
+    def resume_commit(
+        self,
+        save_plan: SavePlan,
+        images: list[FileImage],
+        table: WindowTable,
+        crcs: NDArray[np.uint32],
+    ) -> None:
+        """Go on with a save whose bytes an earlier server made durable."""
+        self.save_plan, self.images, self.table = save_plan, images, table
+        self.state = State.COMMITTING
+        self._spawn(self._publish(crcs))
+
+    async def _publish(self, crcs: NDArray[np.uint32]) -> None:
+        journal, _ = self._require_journal()
+        run = self._loop.run_in_executor
+        self.stage = "waiting for an earlier save of this path"
+        await self._host.turn(self)
+        if self.state in TERMINAL:
+            return
+        self.stage = "committing"
+        save_plan = self._require_plan()
+        inodes = [int(inode) for inode in journal.inodes]
+        written = Written(
+            self.spec, self.plan, self.layout, save_plan, self.images, inodes, crcs
+        )
+        try:
+            publication = await run(
+                self._host.admin_pool, prepare_publication, self.folder, written
+            )
+            journal.phase = Phase.PUBLISHING
+            await run(self._host.admin_pool, commit.publish, self.folder, publication)
+        except Refusal as refusal:
+            self.fail(refusal)
+            return
+        journal.phase = Phase.COMMITTED
+        self.complete([file.name for file in publication.files], sum(f.size for f in save_plan.files))
+        await run(self._host.admin_pool, self._tidy_up, publication.superseded)
+        self._end()
+
+    def _tidy_up(self, superseded: list[str]) -> None:
+        try:
+            for name in superseded:
+                self.folder.remove(name)
+        except Refusal as refusal:
+            # The checkpoint is durable; what could not be removed is tried again by the next one.
+            self._host.log(self, "leftover", message=str(refusal))
+
+    def complete(self, names: list[str], size: int) -> None:
+        """The checkpoint is visible and durable: say so."""
+        self.state = step(self.state, Event.PUBLISHED)
+        self.result = Committed(size, names, time.monotonic() - self.opened_s)
+        self._emit(self.result)
+        self._host.log(
+            self,
+            "committed",
+            bytes=size,
+            seconds=round(self.result.seconds, 3),
+            gb_per_s=round(size / 1e9 / max(self.result.seconds, 1e-9), 2),
+        )
+
+    # --- the other end --------------------------------------------------------------------
+
+    def fail(self, refusal: Refusal) -> None:
+        """End the save without a checkpoint. The first reason stays."""
+        if self.state in TERMINAL:
+            return
+        self.state = step(self.state, Event.FAIL)
+        self.result = refusal
+        self._host.log(self, "failed", reason=refusal.reason.name, message=refusal.message)
+        self._spawn(self._abort(refusal))
+
+    async def _abort(self, refusal: Refusal) -> None:
+        if self.pipeline is None:
+            self._drained.set()
+        else:
+            await self._loop.run_in_executor(
+                self._host.admin_pool, self.pipeline.stop, _STOP_TIMEOUT_S
+            )
+        # Nothing fills the slots any more: the client may have them back. A write stuck in the
+        # kernel still reads one, into a file that will never be published.
+        users = self.client.lease.users
+        for slot in [slot for slot, user in users.items() if user[0] == self.spec.save_id]:
+            del users[slot]
+        self.client.slot_freed.set()
+        self._emit(refusal)
+        await self._drained.wait()
+        await self._loop.run_in_executor(self._host.admin_pool, self._remove_temporaries)
+        self._end()
+
+    def _remove_temporaries(self) -> None:
+        for file in self._files:
+            file.close()
+        try:
+            for name in self.folder.names():
+                if name.startswith(f".{self.spec.save_id}."):
+                    self.folder.remove(name)
+        except Refusal as refusal:
+            self._host.log(self, "leftover", message=str(refusal))
+
+    def _end(self) -> None:
+        for file in self._files:
+            file.close()
+        self._files = []
+        self.pipeline = None
+        if self.journal is not None:
+            self._host.fds.drop(f"journal/{self.spec.save_id}")
+            self._host.fds.drop(f"target/{self.spec.save_id}")
+            self.journal.close()
+            self.journal = None
+        self.folder.close()
+        self._ended.set()
+        self._host.ended(self)
+
+    async def wait_ended(self) -> None:
+        """Return when the save holds no file and no memory any more."""
+        await self._ended.wait()
+
+    # --- helpers --------------------------------------------------------------------------
+
+    def _emit(self, emission: Emission) -> None:
+        if self.outbox is not None:
+            self.outbox(emission)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _require_journal(self) -> tuple[Journal, WindowTable]:
+        if self.journal is None or self.table is None:
+            raise Refusal(Reason.BAD_REQUEST, "windows before the skeleton")
+        return self.journal, self.table
+
+    def _require_pipeline(self) -> Pipeline:
+        assert self.pipeline is not None
+        return self.pipeline
+
+    def _require_plan(self) -> SavePlan:
+        assert self.save_plan is not None
+        return self.save_plan
