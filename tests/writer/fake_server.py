@@ -4,6 +4,7 @@
 
 BEHAVIOUR: "normal"; "stubborn" (neither SIGTERM nor its
 supervisor's end ends it); "broken" (exits with 3 at once);
+"gives-up" (says that it drains, and exits with 4);
 "gate:FIFO" (generations after the first are ready only once somebody opened FIFO for writing);
 "rude" (sends nonsense to the supervisor in its first generation).
 """
@@ -37,13 +38,18 @@ class FakeServer:
         self.facts: dict[str, Any] = {"pid": os.getpid(), "socket": inheritance.config.socket}
         self.kept: dict[str, int] = {}
         self.selector = selectors.DefaultSelector()
+        self.signals, self.wakeup = socket.socketpair()
+        self.wakeup.setblocking(False)
 
     def run(self) -> None:
         self.selector.register(self.supervisor, selectors.EVENT_READ, None)
+        self.selector.register(self.signals, selectors.EVENT_READ, "signals")
         while True:
             for key, _ in self.selector.select():
                 if key.data is None:
                     self.take_events()
+                elif key.data == "signals":
+                    self.on_sigterm()
                 else:
                     self.serve_client(*key.data)
 
@@ -70,13 +76,15 @@ class FakeServer:
         if self.behaviour.startswith("gate:") and generation > 1:
             with open(self.behaviour.removeprefix("gate:")):
                 pass
-        signal.signal(signal.SIGTERM, self.on_sigterm)
+        signal.set_wakeup_fd(self.wakeup.fileno())
+        signal.signal(signal.SIGTERM, lambda *_: None)
         self.supervisor.ready()
 
-    def on_sigterm(self, *_: object) -> None:
+    def on_sigterm(self) -> None:
+        self.signals.recv(100)
         if self.behaviour != "stubborn":
             self.supervisor.stopping()
-            sys.exit(0)
+            sys.exit(4 if self.behaviour == "gives-up" else 0)
 
     def serve_client(self, connection: socket.socket, who: dict[str, int]) -> None:
         received = receive_message(connection)

@@ -336,6 +336,17 @@ def test_a_server_that_does_not_drain_is_killed_at_the_deadline(
     assert "not drained within 0.3 s" in supervised.log.read_text()
 
 
+def test_a_server_that_gives_up_draining_is_not_started_again(
+    supervise: Callable[..., Supervised],
+) -> None:
+    supervised = supervise("gives-up")
+    fd = memory_file("journal")
+    supervised.connect().ask("store", fd, keys=["journal/1"])
+    os.close(fd)
+    assert supervised.end() == 1
+    assert "ended with status 4" in supervised.log.read_text()
+
+
 @pytest.mark.faults
 def test_a_second_interrupt_forces_the_end(supervise: Callable[..., Supervised]) -> None:
     supervised = supervise("stubborn")

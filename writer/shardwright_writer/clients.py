@@ -174,9 +174,10 @@ class Clients:
     def offer(self, client: Client, request: dict[str, Any], fds: list[int]) -> None:
         """Take over segments that an earlier writer made and the client still holds."""
         offered = request.get("segments")
-        if not isinstance(offered, list) or len(offered) != len(fds) or client.lease.segments:
-            raise Refusal(Reason.BAD_REQUEST, "offer: one fd per segment, and only before any other")
-        total = sum(_number(item, "bytes", 1 << 50) for item in offered)
+        if not isinstance(offered, list) or len(offered) != len(fds):
+            raise Refusal(Reason.BAD_REQUEST, "offer: one fd per segment")
+        held = sum(segment.size for segment in client.lease.segments)
+        total = held + sum(_number(item, "bytes", 1 << 50) for item in offered)
         window = client.lease.window_bytes
         if total > client.lease.lease_bytes:
             raise Refusal(
@@ -184,7 +185,7 @@ class Clients:
                 f"the offered arena of {total} bytes is larger than this writer's lease",
                 "start the writer with the --memory-budget it had",
             )
-        next_slot = 0
+        next_slot = held // window
         for item, fd in zip(offered, fds, strict=True):
             size, first = _number(item, "bytes", 1 << 50), _number(item, "first_slot", 1 << 40)
             if first != next_slot or size % window:

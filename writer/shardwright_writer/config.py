@@ -77,7 +77,6 @@ class Config:
     drain_timeout_s: float = _option(float, default=300.0)
     reattach_timeout_s: float = _option(float, default=REATTACH_DEADLINE_S)
     io_timeout_s: float = _option(float, default=300.0)  # storage that answers no write
-    io_timeout_s: float = _option(float, default=120.0)  # storage that moves nothing for so long
     lock_timeout_s: float = _option(float, default=30.0)
     metrics_port: int = _option(int, default=0)  # 0: no metrics
     log_format: str = _option(str, default="text")
@@ -98,7 +97,6 @@ class Config:
             "memory_budget": (BUDGET_BYTES_MIN, 1 << 50),
             "drain_timeout_s": (0, 7 * 86400),
             "reattach_timeout_s": (0, 86400),
-            "io_timeout_s": (1, 7 * 86400),
             "io_timeout_s": (1, 7 * 86400),
             "lock_timeout_s": (0, 86400),
             "metrics_port": (0, 65535),

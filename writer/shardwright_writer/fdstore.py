@@ -120,7 +120,10 @@ Event: TypeAlias = Restored | Start | Client | SupervisorGone
 
 
 class FdStore:
-    """The server's end. Every method may be called from any thread; none waits but `flush`."""
+    """The server's end. Any thread may call its methods, a signal handler may not.
+
+    None waits but `flush`.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)

@@ -8,7 +8,6 @@ leases or roots: that is `clients`.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +39,8 @@ class Handshake:
         self._facts = facts
         self._status_token = status_token
         self._client: Client | None = None
-        self._held: set[int] = set()
+        self._held: set[int] = set()  # segments that the client has
+        self._offering: set[int] = set()  # of those, the ones this writer lacks
         self._loop = asyncio.get_running_loop()
         self._populating: asyncio.Task[None] | None = None
         sock.setblocking(False)
@@ -73,8 +73,10 @@ class Handshake:
             case "offer":
                 client = self._attached()
                 self._clients.offer(client, request, fds)
-                self._held = {segment.segment_id for segment in client.lease.segments}
-                self._populate(client)
+                have = {segment.segment_id for segment in client.lease.segments}
+                self._held |= have
+                if have >= self._offering:  # large arenas come in several packets
+                    self._populate(client)
                 return {}
             case "grow":
                 client = self._attached()
@@ -99,7 +101,8 @@ class Handshake:
         client = self._client = self._clients.attach(request, self._uid, self._gid, self._pid)
         have = {segment.segment_id for segment in client.lease.segments}
         self._held = set(held) & have
-        if have or not held:
+        self._offering = set(held) - have
+        if not self._offering:
             self._populate(client)
         # else: the client offers what an earlier writer made, and the rest follows then.
         return {
@@ -177,13 +180,3 @@ class Handshake:
         self._sock.close()
         if self._client is not None:
             self._clients.disconnected(self._client)
-
-
-def credentials_of(message: dict[str, Any]) -> tuple[int, int, int]:
-    """Return (uid, gid, pid) of the supervisor's "client" message."""
-    return int(message["uid"]), int(message["gid"]), int(message["pid"])
-
-
-def own_writer_id() -> str:
-    """Return an id of this server process, for clients that compare before and after."""
-    return f"{os.getpid()}"

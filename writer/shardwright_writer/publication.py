@@ -60,12 +60,24 @@ def prepare_publication(folder: Folder, written: Written) -> Publication:
         literal_crcs=[image.literal_crc(written.crcs) for image in written.images],
     )
     old_manifest = commit.read_manifest(folder, spec.file_name)
+    in_place = _files_in_place(folder, old_manifest)
     names = [file.name for file in files]
     return Publication(
         file_name=spec.file_name,
         files=files,
-        manifest=manifest.merge(entry, old_manifest),
+        manifest=manifest.merge(entry, old_manifest, in_place),
         manifest_temporary_name=spec.temporary_name("m"),
         mode=spec.mode,
         superseded=commit.superseded(folder, written.plan.format, spec.file_name, names),
     )
+
+
+def _files_in_place(folder: Folder, old_manifest: bytes | None) -> dict[str, tuple[int, int]]:
+    """Return (inode, size) of the files that the old manifest speaks of, as they are now."""
+    try:
+        heads = manifest.parse(old_manifest).heads if old_manifest else []
+    except manifest.ManifestError:
+        return {}
+    names = {file.name for head in heads for file in head.files if "/" not in file.name}
+    stats = {name: folder.stat(name) for name in names}
+    return {name: (stat.inode, stat.size) for name, stat in stats.items() if stat is not None}

@@ -48,7 +48,7 @@ class WriterService(WriterServicer):
         self._saves = saves
         self._status = status
 
-    async def Save(  # type: ignore[override] -- grpc.aio also takes a handler that writes itself
+    async def Save(  # type: ignore[override]  # grpc.aio also takes a handler that writes itself
         self, request_iterator: AsyncIterator[wire.SaveRequest], context: Context
     ) -> None:
         try:

@@ -260,6 +260,9 @@ class Supervisor:
         elif self._drain_until_s is not None and code == 0:
             logger.info("%s: drained", what)
             self._exit_status = 0
+        elif self._drain_until_s is not None and server.stopping and code > 0:
+            logger.error("%s: it gave up draining", what)
+            self._exit_status = 1
         else:
             self._plan_restart(what, lived_s)
 

@@ -70,9 +70,9 @@ class FileImage:
         if first >= last:
             return
         begins = self._literal_begin[first:last]
-        tos = np.maximum(begins, start)
+        tos: Int64s = np.maximum(begins, start)
         untils: Int64s = np.minimum(self._literal_end[first:last], stop)
-        places: Int64s = self._literal_start[first:last] + (tos - begins)
+        places = self._literal_start[first:last] + (tos - begins)
         place = int(places[0])
         end = int(places[-1] + (untils[-1] - tos[-1]))
         source = self._filled(place, end, crcs)
@@ -98,14 +98,12 @@ class FileImage:
 
     def shard_windows(self, window_bytes: int) -> Int64s:
         """Return the windows that hold at least one shard byte, ascending."""
-        first = self._shard_begin // window_bytes
-        last = (self._shard_end - 1) // window_bytes
-        # Both ascend and shards do not overlap, so only a shard's first window can be shared.
-        shared = np.zeros(len(first), np.int64)
-        shared[1:] = first[1:] == last[:-1]
-        counts = last - first + 1 - shared
-        starts = np.cumsum(counts) - counts
-        return np.repeat(first + shared - starts, counts) + np.arange(int(counts.sum()))
+        return _windows(self._shard_begin, self._shard_end, window_bytes)
+
+    def literal_windows(self, window_bytes: int) -> Int64s:
+        """Return the windows that hold at least one literal byte, ascending."""
+        real = self._literal_end > self._literal_begin
+        return _windows(self._literal_begin[real], self._literal_end[real], window_bytes)
 
     def literal_crc(self, crcs: NDArray[np.uint32]) -> int:
         """Return the CRC-32 of all literal bytes in file order, holes filled."""
@@ -130,6 +128,18 @@ class FileImage:
         for byte in range(_HOLE_BYTES):
             filled[at + byte] = (values >> np.uint32(8 * byte)).astype(np.uint8)
         return filled.data[_SLACK : _SLACK + end - place]
+
+
+def _windows(begins: Int64s, ends: Int64s, window_bytes: int) -> Int64s:
+    """Return the windows that ranges touch; ranges ascend, do not overlap, are not empty."""
+    first = begins // window_bytes
+    last = (ends - 1) // window_bytes
+    # Only a range's first window can be shared: with the range before it.
+    shared = np.zeros(len(first), np.int64)
+    shared[1:] = first[1:] == last[:-1]
+    counts = last - first + 1 - shared
+    starts = np.cumsum(counts) - counts
+    return np.repeat(first + shared - starts, counts) + np.arange(int(counts.sum()))
 
 
 def _copy(

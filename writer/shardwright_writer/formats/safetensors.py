@@ -69,17 +69,14 @@ class Safetensors:
         _check_names(plan)
         _check_tensors(plan)
         _check_metadata(plan.metadata)
-        if 6 * sum(map(len, plan.names)) + 256 * len(plan.names) > HEADER_BYTES_MAX // 2:
+        _check_file_count(plan)
+        texts = (*plan.names, *plan.metadata, *plan.metadata.values())
+        if 6 * sum(map(len, texts)) + 256 * len(texts) > HEADER_BYTES_MAX // 2:
             self.layout(plan)  # near the limit: only building the headers tells
 
     def layout(self, plan: Plan) -> ShardLayout:
         """Split as huggingface_hub does, then order each file by element size."""
         groups = split(plan.nbytes.tolist(), plan.shard_bytes_max)
-        if len(groups) > FILES_MAX:
-            raise UnsupportedError(
-                f"max_shard_size={plan.shard_bytes_max} makes {len(groups)} files and their naming"
-                f" counts to {FILES_MAX}; choose a larger max_shard_size"
-            )
         widths = np.array([_stored(dtype)[1] for dtype in plan.dtypes], np.int64)
         file_of_shard = np.zeros(len(plan.names), np.int64)
         offset_of_shard = np.zeros(len(plan.names), np.int64)
@@ -181,23 +178,7 @@ def split(sizes: Sequence[int], bytes_max: int) -> list[list[int]]:
 
 def build_header(plan: Plan, rows: list[int], begins: list[int]) -> bytes:
     """Return length and header. Raises UnsupportedError when stock readers would refuse it."""
-    shape_text: dict[tuple[tuple[int, ...], str], str] = {}
-    entries: list[str] = []
-    if plan.metadata:
-        # Sorted, because the wire's map has no order and equal plans must have equal bytes.
-        ordered = dict(sorted(plan.metadata.items()))
-        text = json.dumps(ordered, ensure_ascii=False, separators=(",", ":"))
-        entries.append(f'"{METADATA_KEY}":{text}')
-    sizes = plan.nbytes[rows].tolist()
-    for row, begin, size in zip(rows, begins, sizes, strict=True):
-        shape, dtype = plan.shapes[row], plan.dtypes[row]
-        fixed = shape_text.get((shape, dtype))
-        if fixed is None:
-            dims = ",".join(map(str, stored_shape(shape, dtype)))
-            fixed = f'"dtype":"{_stored(dtype)[0]}","shape":[{dims}]'
-            shape_text[shape, dtype] = fixed
-        name = encode_basestring(plan.names[row])
-        entries.append(f'{name}:{{{fixed},"data_offsets":[{begin},{begin + size}]}}')
+    entries = [*_metadata_entry(plan.metadata), *header_entries(plan, rows, begins)]
     header = ("{" + ",".join(entries) + "}").encode()
     padded = -(-len(header) // 8) * 8
     if padded > HEADER_BYTES_MAX:
@@ -208,6 +189,23 @@ def build_header(plan: Plan, rows: list[int], begins: list[int]) -> bytes:
             f' {longest[:60]!r}), less metadata, or format="torch"'
         )
     return padded.to_bytes(8, "little") + header.ljust(padded)
+
+
+def header_entries(plan: Plan, rows: list[int], begins: list[int]) -> list[str]:
+    """Return the tensors' entries in the header, in order."""
+    shape_text: dict[tuple[tuple[int, ...], str], str] = {}
+    entries: list[str] = []
+    sizes = plan.nbytes[rows].tolist()
+    for row, begin, size in zip(rows, begins, sizes, strict=True):
+        shape, dtype = plan.shapes[row], plan.dtypes[row]
+        fixed = shape_text.get((shape, dtype))
+        if fixed is None:
+            dims = ",".join(map(str, stored_shape(shape, dtype)))
+            fixed = f'"dtype":"{_stored(dtype)[0]}","shape":[{dims}]'
+            shape_text[shape, dtype] = fixed
+        name = encode_basestring(plan.names[row])
+        entries.append(f'{name}:{{{fixed},"data_offsets":[{begin},{begin + size}]}}')
+    return entries
 
 
 def index_json(total_size: int, weight_map: dict[str, str]) -> bytes:
@@ -223,6 +221,15 @@ def index_json(total_size: int, weight_map: dict[str, str]) -> bytes:
 def stored_shape(shape: tuple[int, ...], dtype: str) -> tuple[int, ...]:
     """Return the shape as the header has it."""
     return (*shape[:-1], shape[-1] * 2) if _stored(dtype)[1] < 8 else shape
+
+
+def _metadata_entry(metadata: dict[str, str]) -> list[str]:
+    if not metadata:
+        return []
+    # Sorted, because the wire's map has no order and equal plans must have equal bytes.
+    ordered = dict(sorted(metadata.items()))
+    text = json.dumps(ordered, ensure_ascii=False, separators=(",", ":"))
+    return [f'"{METADATA_KEY}":{text}']
 
 
 def _file_plan(name: str, plan: Plan, layout: ShardLayout, rows: Int64s, header: bytes) -> FilePlan:
@@ -282,6 +289,15 @@ def _check_tensors(plan: Plan) -> None:
                 f"{nbytes} bytes are not {dtype} of shape {list(shape)}: the client's plan is"
                 " wrong, please report it",
             )
+
+
+def _check_file_count(plan: Plan) -> None:
+    count = len(split(plan.nbytes.tolist(), plan.shard_bytes_max))
+    if count > FILES_MAX:
+        raise UnsupportedError(
+            f"max_shard_size={plan.shard_bytes_max} makes {count} files and their naming"
+            f" counts to {FILES_MAX}; choose a larger max_shard_size"
+        )
 
 
 def _check_metadata(metadata: dict[str, str]) -> None:

@@ -62,6 +62,7 @@ class Frame:
     hole_offset: Int64s
     hole_shard: Int64s
     directory_offset: int
+    directory_end: int
     entry_offset: Int64s  # of every directory entry in the file, shards first
     tail_headers: list[tuple[str, int, int, int]]
 
@@ -136,10 +137,14 @@ def data_offsets(nbytes: Int64s) -> Int64s:
 
 def serialization_id(nbytes: Int64s, skeleton: bytes) -> bytes:
     """Return 40 digits that equal saves share: 20 from the sizes, 20 from the pickle."""
-    return b"".join(
-        b"%020d" % int.from_bytes(hashlib.blake2b(part, digest_size=8).digest(), "little")
-        for part in (nbytes.astype("<i8").tobytes(), skeleton)
-    )
+    return serialization_id_of(nbytes, hashlib.blake2b(skeleton, digest_size=8).digest())
+
+
+def serialization_id_of(nbytes: Int64s, skeleton_digest: bytes) -> bytes:
+    """Return the same from the pickle's 8-byte BLAKE2b digest."""
+    sizes = hashlib.blake2b(nbytes.astype("<i8").tobytes(), digest_size=8).digest()
+    halves = (int.from_bytes(digest, "little") for digest in (sizes, skeleton_digest))
+    return b"".join(b"%020d" % half for half in halves)
 
 
 def frame(nbytes: Int64s, offsets: Int64s, facts: PickleFacts) -> Frame:
@@ -181,6 +186,7 @@ def frame(nbytes: Int64s, offsets: Int64s, facts: PickleFacts) -> Frame:
         ),
         hole_shard=np.concatenate([real, real]),
         directory_offset=directory_offset,
+        directory_end=directory_offset + len(directory),
         entry_offset=entries,
         tail_headers=records,
     )

@@ -1,0 +1,1 @@
+"""Reading checkpoints back, for `verify`: files in bounded memory, and what each must hold."""
