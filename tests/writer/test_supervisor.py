@@ -106,6 +106,7 @@ def make_config(short_path: Path) -> Callable[..., Config]:
         values: dict[str, Any] = {
             "socket": str(short_path / "w.sock"),
             "memory_budget": 64 << 20,
+            "node_local": True,
             "roots": (str(short_path),),
             "drain_timeout_s": PATIENCE_S,
         }

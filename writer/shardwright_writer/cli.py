@@ -121,9 +121,7 @@ def serve(
         int | None, typer.Option(metavar="N", help="Default: twice the cores, within 2..8.")
     ] = None,
 ) -> None:
-    """Receive the saves of this node's ranks and write them, until SIGTERM."""
-    if not node_local and not os.environ.get("SHARDWRIGHT_WRITER_NODE_LOCAL"):
-        _fail(2, "say --node-local: this release serves the ranks of its own node only")
+    """Write the saves of this node's ranks, until SIGTERM."""
     try:
         loaded = load_config(
             {
@@ -236,7 +234,7 @@ def verify(
     *,
     as_json: JsonOption = False,
 ) -> None:
-    """Read a checkpoint back and compare every byte with what was written."""
+    """Compare every byte of a checkpoint with what was written."""
     from shardwright_writer.verify import verify_path
 
     raise NotImplementedError

@@ -71,7 +71,7 @@ class Config:
     socket: str = _option(str)
     memory_budget: int = _option(parse_size)
     roots: tuple[str, ...] = _option(_paths)
-    node_local: bool = _option(_truth, default=True)
+    node_local: bool = _option(_truth, default=False)
     allow_uids: tuple[int, ...] = _option(_integers, default=())
     allow_gids: tuple[int, ...] = _option(_integers, default=())
     drain_timeout_s: float = _option(float, default=300.0)
@@ -85,7 +85,7 @@ class Config:
     def __post_init__(self) -> None:
         _check_socket(self.socket)
         if not self.node_local:
-            raise ConfigError("this release serves the ranks of its own node only: --node-local")
+            raise ConfigError("say --node-local: this release serves the ranks of its own node only")
         if not self.roots:
             raise ConfigError("no --root: name at least one folder that saves may go to")
         self._check_numbers()

@@ -17,8 +17,6 @@ from shardwright_writer.crc import crc32
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-    from types import TracebackType
-
     from shardwright_writer.formats.base import Int64s
 
 PIECE_BYTES: Final = 16 << 20
@@ -53,15 +51,8 @@ class Source:
         self.size = facts.st_size
         self.inode = facts.st_ino
 
-    def __enter__(self) -> Source:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Let go of the file."""
         os.close(self._fd)
 
     def read(self, start: int, nbytes: int) -> bytes:

@@ -196,13 +196,14 @@ def _places(source: Source, records: list[_Record], problems: list[Problem]) -> 
     for record, following in zip(records, [*nexts, directory_at], strict=True):
         if record.header != expected:
             what = f"{record.name} does not begin where the record before it ends"
-            raise _DamageError("directory", min(expected, record.header), expected, what)
+            start, stop = sorted((expected, min(record.header, source.size)))
+            raise _DamageError(record.name, start, stop, what)
         data = _local_data(source, record, problems)
         end = data + record.nbytes
         tail = following - end
         if tail not in (0, 16, 24) or (tail == 0) == bool(record.flags & 8 and record.nbytes):
             what = f"the size of {record.name} does not reach the next record"
-            raise _DamageError("directory", record.header, data, what)
+            raise _DamageError(record.name, record.header, data, what)
         _check_descriptor(source, record, end, tail, problems)
         expected = following
         yield data
@@ -215,7 +216,7 @@ def _local_data(source: Source, record: _Record, problems: list[Problem]) -> int
         raise _DamageError(record.name, at, source.size, "its local header is cut off")
     kind, _, flags, method, _, _, crc, packed, nbytes, name_bytes, extra_bytes = _LOCAL.unpack(raw)
     name = source.read(at + _LOCAL.size, name_bytes).decode("utf-8", "backslashreplace")
-    data = at + _LOCAL.size + name_bytes + extra_bytes
+    data: int = at + _LOCAL.size + name_bytes + extra_bytes
     same = kind == 0x04034B50 and flags == record.flags and not method and name == record.name
     same = same and crc in (0, record.crc32)
     same = same and {packed, nbytes} <= {0, _WIDE, record.nbytes}
