@@ -231,7 +231,9 @@ def report(whole: Run, resumed: Run, kill: Kill, verified: list[bool], seconds: 
         == RANKS * (STEPS - KILLED_STEP),
     }
     for text, holds in checks.items():
-        console.print(f"[{'green' if holds else 'bold red'}]{'ok' if holds else 'FAILED'}[/]  {text}")
+        console.print(
+            f"[{'green' if holds else 'bold red'}]{'ok' if holds else 'FAILED'}[/]  {text}"
+        )
     console.print(f"{seconds:.0f} s in all")
     return 0 if all(checks.values()) else 1
 

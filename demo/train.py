@@ -70,7 +70,9 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, required=True)
     parser.add_argument("--checkpoints", type=Path, required=True)
     parser.add_argument("--store", required=True, help="file for the process group's rendezvous")
-    parser.add_argument("--resume", type=int, default=0, help="step of the checkpoint to go on from")
+    parser.add_argument(
+        "--resume", type=int, default=0, help="step of the checkpoint to go on from"
+    )
     options = parser.parse_args()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
@@ -104,7 +106,7 @@ def train(
         )
     )
     prepared = False
-    pending: list[tuple[int, shardwright.PendingSave, float, float]] = []
+    pending: list[tuple[int, shardwright.PendingSave, float]] = []
     for step in range(options.resume + 1, options.steps + 1):
         started = time.perf_counter()
         tokens = next(loader)
@@ -119,7 +121,7 @@ def train(
                 shardwright.prepare(state_of(rank, step, model, optimizer), format="torch")
                 prepared = True
             pending.append(save(options.checkpoints, step, rank, model, optimizer))
-    for step, handle, started, stall_s in pending:
+    for step, handle, stall_s in pending:
         handle.committed(timeout_s=60)
         say(
             rank,
@@ -148,11 +150,11 @@ def save(
     rank: int,
     model: DistributedDataParallel,
     optimizer: torch.optim.Optimizer,
-) -> tuple[int, shardwright.PendingSave, float, float]:
+) -> tuple[int, shardwright.PendingSave, float]:
     started = time.perf_counter()
     path = folder / f"step-{step:04d}" / f"rank-{rank}.pt"
     handle = shardwright.async_save(state_of(rank, step, model, optimizer), path, step=step)
-    return step, handle, started, time.perf_counter() - started
+    return step, handle, time.perf_counter() - started
 
 
 def load(

@@ -42,7 +42,7 @@ class Echo(WriterServicer):
                     window = wire.DurableWindow(crc32=request.inline_chunk.crc32)
                     yield wire.SaveReply(acks=wire.Acks(durable=[window]))
                 case "finish":
-                    token = dict(context.invocation_metadata())["shardwright-token"]
+                    token = str(dict(context.invocation_metadata())["shardwright-token"])
                     yield wire.SaveReply(committed=wire.Committed(files=[token], bytes=1 << 40))
 
     def Status(
@@ -79,7 +79,9 @@ def main() -> str:
     assert replies[2].committed.files == ["secret"] and replies[2].committed.bytes == 1 << 40
     assert status.json == "{}"
     versions = {name: importlib.metadata.version(name) for name in ("protobuf", "grpcio")}
-    return f"one save's stream carried by protobuf {versions['protobuf']}, grpcio {versions['grpcio']}"
+    return (
+        f"one save's stream carried by protobuf {versions['protobuf']}, grpcio {versions['grpcio']}"
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ def test_an_endpoint_names_an_absolute_path() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "unix://relative", "tcp://host:1", "host:1", "unix:///" + "x" * 107, "unix:///a\0b"]
+    "text",
+    ["", "unix://relative", "tcp://host:1", "host:1", "unix:///" + "x" * 107, "unix:///a\0b"],
 )
 def test_what_is_no_endpoint_is_refused(text: str) -> None:
     with pytest.raises(EndpointError):

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import re
 import runpy
-import tomllib
 from pathlib import Path
+
+import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 GENERATED = ROOT / "proto/shardwright_proto/v1"

@@ -1,4 +1,4 @@
-"""A client without shardwright: speaks the wire by hand, so that tests can also speak it wrongly."""
+"""A client without shardwright: the wire by hand, so that tests can also speak it wrongly."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class RawStream:
         self._requests.put(None)
 
     def receive(self, *kinds: str) -> Any:
-        """Return the next message of one of kinds, leaving out Progress and others named in skip."""
+        """Return the next message, which must be of one of kinds; Progress is passed over."""
         for reply in self.replies:
             kind = reply.WhichOneof("kind")
             if kind == "progress" and "progress" not in kinds:
@@ -149,8 +149,10 @@ def open_message(plan: bytes, skeleton: bytes, **fields: Any) -> wire.Open:
     return wire.Open(**values)
 
 
-def start_save(stream: RawStream, tensors: dict[str, bytes], skeleton: bytes, **fields: Any) -> list[int]:
-    """Send Open, plan and skeleton; return the offset of every tensor. The layout must be one file."""
+def start_save(
+    stream: RawStream, tensors: dict[str, bytes], skeleton: bytes, **fields: Any
+) -> list[int]:
+    """Send Open, plan and skeleton; return the offset of every tensor in its one file."""
     plan = plan_of(tensors)
     stream.send(open=open_message(plan, skeleton, **fields))
     stream.receive("need_plan")

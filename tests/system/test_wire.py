@@ -7,9 +7,9 @@ import zipfile
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.system.raw_client import RawClient, open_message, plan_of, stage, start_save
 
 from shardwright_proto.v1 import writer_pb2 as wire
-from tests.system.raw_client import RawClient, open_message, plan_of, stage, start_save
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

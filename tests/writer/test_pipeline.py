@@ -76,9 +76,13 @@ class Case:
             0,
         )
         kind = get_format("torch")
-        self.file_plan: FilePlan = kind.files(plan, kind.layout(plan), b"pickle", "a.pt", "").files[0]
+        self.file_plan: FilePlan = kind.files(plan, kind.layout(plan), b"pickle", "a.pt", "").files[
+            0
+        ]
         self.image = FileImage(self.file_plan)
-        self.folder = PosixFolder(os.open(folder, os.O_RDONLY), str(folder), os.getuid(), os.getgid())
+        self.folder = PosixFolder(
+            os.open(folder, os.O_RDONLY), str(folder), os.getuid(), os.getgid()
+        )
         self.events = Events()
         self.pool = ThreadPoolExecutor(4)
         self.sync_bytes = sync_bytes
@@ -136,7 +140,9 @@ def test_a_file_without_any_shard_byte_is_written_too(tmp_path: Path) -> None:
     case.check(tmp_path / "out")
 
 
-def test_restored_windows_are_not_written_and_count_for_the_crcs(case: Case, tmp_path: Path) -> None:
+def test_restored_windows_are_not_written_and_count_for_the_crcs(
+    case: Case, tmp_path: Path
+) -> None:
     windows = case.windows()
     first = case.pipeline(case.folder.create("out", 0o600))
     for window in windows:

@@ -6,7 +6,14 @@ import itertools
 
 import pytest
 
-from shardwright_writer.session import TERMINAL, TRANSITIONS, Event, IllegalTransitionError, State, step
+from shardwright_writer.session import (
+    TERMINAL,
+    TRANSITIONS,
+    Event,
+    IllegalTransitionError,
+    State,
+    step,
+)
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(State, Event)))

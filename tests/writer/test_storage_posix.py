@@ -78,7 +78,7 @@ def test_a_full_file_system_is_named_with_the_file(place: Path) -> None:
     folder = open_folder(place)
     file = folder.create("big", 0o600)
     buffer = anonymous_buffer(1 << 20)
-    with pytest.raises(StorageRefusal, match="big.*ENOSPC") as refused:
+    with pytest.raises(StorageRefusal, match=r"big.*ENOSPC") as refused:
         for index in range(9):
             file.write_at(buffer, index << 20)
     assert refused.value.reason is Reason.NO_SPACE
@@ -108,7 +108,9 @@ def test_folders_below_a_root_are_inside_and_others_are_not(tmp_path: Path) -> N
 
 
 @needs_root
-def test_files_belong_to_the_client_and_its_rights_are_the_kernel_s_to_check(tmp_path: Path) -> None:
+def test_files_belong_to_the_client_and_its_rights_are_the_kernel_s_to_check(
+    tmp_path: Path,
+) -> None:
     tmp_path.chmod(0o755)
     own = tmp_path / "own"
     own.mkdir()

@@ -487,14 +487,18 @@ def _ask_as(uid: int, gid: int, path: str, groups: list[int] | None = None) -> d
         "import socket, sys, json\n"
         "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.settimeout(20)\n"
         f"s.connect({path!r})\n"
-        "try: s.send(b'{\"op\": \"facts\", \"seq\": 1}')\n"
+        'try: s.send(b\'{"op": "facts", "seq": 1}\')\n'
         "except BrokenPipeError: pass\n"
         "answer = json.loads(s.recv(65536))\n"
         "if 'push' in answer: answer['then'] = 'closed' if s.recv(10) == b'' else 'open'\n"
         "print(json.dumps(answer))\n"
     )
     result = subprocess.run(
-        ["/usr/bin/python3" if os.path.exists("/usr/bin/python3") else sys.executable, "-c", script],
+        [
+            "/usr/bin/python3" if os.path.exists("/usr/bin/python3") else sys.executable,
+            "-c",
+            script,
+        ],
         user=uid,
         group=gid,
         extra_groups=groups or [],

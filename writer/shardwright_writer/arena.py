@@ -92,6 +92,7 @@ class Lease:
 
     @property
     def slot_count(self) -> int:
+        """How many windows the lease holds."""
         return self.lease_bytes // self.window_bytes
 
     def plan_segments(self) -> list[tuple[int, int, int]]:
@@ -145,7 +146,10 @@ def adopt_segment(segment_id: int, first_slot: int, size: int, fd: int) -> Segme
         seals = 0
     wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
     if seals & wanted != wanted or os.fstat(fd).st_size != size or size % BLOCK_BYTES or not size:
-        raise Refusal(Reason.BAD_REQUEST, f"offered segment {segment_id} is not a sealed memfd of {size} bytes")
+        raise Refusal(
+            Reason.BAD_REQUEST,
+            f"offered segment {segment_id} is not a sealed memfd of {size} bytes",
+        )
     return _map(segment_id, first_slot, size, fd)
 
 

@@ -7,17 +7,24 @@ are `config`'s.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import socket
 import sys
-from typing import Annotated, Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from shardwright_proto.control import ControlProtocolError, receive_message, send_message
+from shardwright_proto.endpoint import SYSTEM_SOCKET
 from shardwright_proto.limits import TOKEN_METADATA_KEY
 from shardwright_writer.config import ConfigError, find_socket, load_config, parse_size
 from shardwright_writer.status import WriterStatus, print_status
+
+if TYPE_CHECKING:
+    from shardwright_writer.verify import Report
 
 app = typer.Typer(
     name="writer",
@@ -49,77 +56,91 @@ EXIT STATUS
 """
 VERIFY_EXIT_STATUS = """\b
 EXIT STATUS
-  0  every byte is as it was written
+  0  nothing is wrong; a note says what could not be checked, and why
   1  damaged: the output names each file and tensor or record
-  2  not a checkpoint, nothing to check it against, or wrong usage
+  2  PATH is not there, holds no checkpoint, or wrong usage
 """
 STATUS_TIMEOUT_S = 10.0
+PROBLEMS_SHOWN_MAX = 50
 
 
 class NoWriterError(Exception):
     """Nobody answers at the handshake socket; the message says where and how it failed."""
 
 
+# The options of `serve`: None means "not said", and config decides.
+NodeLocal = Annotated[
+    bool | None,
+    typer.Option("--node-local", help="Serve the ranks of this node (needed: the only way)."),
+]
+ServeSocket = Annotated[
+    str | None,
+    typer.Option(
+        "--socket",
+        metavar="PATH",
+        help=f"Handshake socket. Default: {SYSTEM_SOCKET}, or the user's own.",
+    ),
+]
+MemoryBudget = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory for saves, as 4GiB. Default: a quarter of what cgroup or machine has.",
+    ),
+]
+Roots = Annotated[
+    list[str] | None,
+    typer.Option(metavar="DIR", help="Folder that saves may go to, or below. Repeatable."),
+]
+AllowUids = Annotated[
+    list[int] | None,
+    typer.Option(metavar="UID", help="User who may save, beside ours and root. Repeatable."),
+]
+AllowGids = Annotated[
+    list[int] | None, typer.Option(metavar="GID", help="Group whose members may save. Repeatable.")
+]
+DrainTimeout = Annotated[
+    float | None,
+    typer.Option(metavar="SECONDS", help="At SIGTERM, wait this long for saves. Default: 300."),
+]
+ReattachTimeout = Annotated[
+    float | None,
+    typer.Option(metavar="SECONDS", help="A save waits so long for a lost rank. Default: 30."),
+]
+IoTimeout = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS", help="Give up on storage that is silent so long. Default: 120."
+    ),
+]
+LockTimeout = Annotated[
+    float | None,
+    typer.Option(metavar="SECONDS", help="Wait for an earlier writer to end. Default: 30."),
+]
+LogFormat = Annotated[
+    str | None,
+    typer.Option(metavar="text|json", help="Of the log on standard error. Default: text."),
+]
+IoThreads = Annotated[
+    int | None, typer.Option(metavar="N", help="Default: twice the cores, within 2..8.")
+]
+
+
 @app.command(epilog=SERVE_EXIT_STATUS)
 def serve(
     *,
-    node_local: Annotated[
-        bool | None,
-        typer.Option("--node-local", help="Serve the ranks of this node (needed: the only way)."),
-    ] = None,
-    socket_path: Annotated[
-        str | None,
-        typer.Option(
-            "--socket",
-            metavar="PATH",
-            help="Handshake socket. Default: /run/shardwright/writer.sock, else the user's own.",
-        ),
-    ] = None,
-    memory_budget: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help='All memory of the writer for saves, as "4GiB". Default: a quarter of what the'
-            " cgroup or the machine has, within 64 MiB..16 GiB.",
-        ),
-    ] = None,
-    root: Annotated[
-        list[str] | None,
-        typer.Option(metavar="DIR", help="Folder that saves may go to, or below. Repeatable."),
-    ] = None,
-    allow_uid: Annotated[
-        list[int] | None,
-        typer.Option(metavar="UID", help="User who may save, beside ours and root. Repeatable."),
-    ] = None,
-    allow_gid: Annotated[
-        list[int] | None,
-        typer.Option(metavar="GID", help="Group whose members may save. Repeatable."),
-    ] = None,
-    drain_timeout: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", help="At SIGTERM, wait this long for saves. Default: 300."),
-    ] = None,
-    reattach_timeout: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", help="A save waits so long for a lost rank. Default: 30."),
-    ] = None,
-    io_timeout: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", help="Give up on storage silent so long. Default: 120."),
-    ] = None,
-    lock_timeout: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", help="Wait for an earlier writer to end. Default: 30."),
-    ] = None,
-    metrics_port: Annotated[
-        int | None, typer.Option(metavar="PORT", help="Prometheus metrics. Default: 0, none.")
-    ] = None,
-    log_format: Annotated[
-        str | None, typer.Option(metavar="text|json", help="Of the log on standard error.")
-    ] = None,
-    io_threads: Annotated[
-        int | None, typer.Option(metavar="N", help="Default: twice the cores, within 2..8.")
-    ] = None,
+    node_local: NodeLocal = None,
+    socket_path: ServeSocket = None,
+    memory_budget: MemoryBudget = None,
+    root: Roots = None,
+    allow_uid: AllowUids = None,
+    allow_gid: AllowGids = None,
+    drain_timeout: DrainTimeout = None,
+    reattach_timeout: ReattachTimeout = None,
+    io_timeout: IoTimeout = None,
+    lock_timeout: LockTimeout = None,
+    metrics_port:     log_format: LogFormat = None,
+    io_threads: IoThreads = None,
 ) -> None:
     """Write the saves of this node's ranks, until SIGTERM."""
     try:
@@ -135,7 +156,6 @@ def serve(
                 "reattach_timeout_s": reattach_timeout,
                 "io_timeout_s": io_timeout,
                 "lock_timeout_s": lock_timeout,
-                "metrics_port": metrics_port,
                 "log_format": log_format,
                 "io_threads": io_threads,
             },
@@ -237,7 +257,32 @@ def verify(
     """Compare every byte of a checkpoint with what was written."""
     from shardwright_writer.verify import verify_path
 
-    raise NotImplementedError
+    try:
+        report = verify_path(Path(path))
+    except OSError as error:
+        _fail(2, f"cannot verify {path}: {error.strerror}")
+    if as_json:
+        print(json.dumps({"path": path, "ok": report.ok, **dataclasses.asdict(report)}))
+    else:
+        _print_report(path, report)
+    if not report.ok:
+        nothing_found = not report.files and all(p.name == "folder" for p in report.problems)
+        raise typer.Exit(2 if nothing_found else 1)
+
+
+def _print_report(path: str, report: Report) -> None:
+    for problem in report.problems[:PROBLEMS_SHOWN_MAX]:
+        where = f" (bytes {problem.start} to {problem.stop})" if problem.stop else ""
+        print(f"{problem.file}: {problem.name}: {problem.what}{where}")
+    if len(report.problems) > PROBLEMS_SHOWN_MAX:
+        print(f"... and {len(report.problems) - PROBLEMS_SHOWN_MAX} more (--json lists them all)")
+    for note in report.notes:
+        print(f"note: {note}")
+    verdict = "intact" if report.ok else f"DAMAGED, {len(report.problems)} problems"
+    print(
+        f"{path}: {verdict}: {len(report.files)} files, {report.tensors} tensors,"
+        f" {report.bytes_checked} bytes checked"
+    )
 
 
 def _fail(exit_status: int, message: str) -> NoReturn:

@@ -53,6 +53,7 @@ class Client:
     slot_freed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def describe(self) -> str:
+        """Name the client in messages."""
         return f"rank {self.local_rank} (pid {self.owner.pid}, uid {self.uid})"
 
     def meta(self) -> dict[str, Any]:
@@ -95,7 +96,9 @@ class Clients:
         """Return the client that a gRPC call speaks for. Raises Refusal."""
         client = self._by_token.get(token)
         if client is None:
-            raise Refusal(Reason.PERMISSION, "unknown token", "attach over the handshake socket first")
+            raise Refusal(
+                Reason.PERMISSION, "unknown token", "attach over the handshake socket first"
+            )
         return client
 
     def attach(self, request: dict[str, Any], uid: int, gid: int, pid: int) -> Client:
@@ -118,7 +121,9 @@ class Clients:
         inline = request.get("transport") == "inline"
         window = _number(request, "window_bytes", WINDOW_BYTES_MAX)
         if window and (window < WINDOW_BYTES_MIN or window & (window - 1)):
-            raise Refusal(Reason.BAD_REQUEST, f"window_bytes {window} is not a power of two in range")
+            raise Refusal(
+                Reason.BAD_REQUEST, f"window_bytes {window} is not a power of two in range"
+            )
         want = _number(request, "want_bytes", 1 << 62)
         if inline:
             want, window = min(want or INLINE_LEASE_BYTES, INLINE_LEASE_BYTES), INLINE_WINDOW_BYTES
@@ -298,9 +303,7 @@ class Clients:
 
 
 def _segment_key(client: Client, segment: Segment) -> str:
-    return (
-        f"segment/{client.client_id}/{segment.segment_id}/{segment.first_slot}/{segment.size}"
-    )
+    return f"segment/{client.client_id}/{segment.segment_id}/{segment.first_slot}/{segment.size}"
 
 
 def _text(request: dict[str, Any], name: str, length_max: int) -> str:

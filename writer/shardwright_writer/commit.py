@@ -123,6 +123,7 @@ def _rename_once(folder: Folder, file: PublishedFile) -> None:
     if there is None or there.inode != file.inode:
         raise Refusal(
             Reason.IO_ERROR,
-            f"temporary file {file.temporary_name!r} of {file.name!r} has vanished from {folder.path}",
+            f"temporary file {file.temporary_name!r} of {file.name!r} has vanished from"
+            f" {folder.path}",
             "something removed it; the previous checkpoint, if any, is untouched; save again",
         )

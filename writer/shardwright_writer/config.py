@@ -78,14 +78,15 @@ class Config:
     reattach_timeout_s: float = _option(float, default=REATTACH_DEADLINE_S)
     io_timeout_s: float = _option(float, default=300.0)  # storage that answers no write
     lock_timeout_s: float = _option(float, default=30.0)
-    metrics_port: int = _option(int, default=0)  # 0: no metrics
     log_format: str = _option(str, default="text")
     io_threads: int = _option(int, default_factory=_io_threads_default)
 
     def __post_init__(self) -> None:
         _check_socket(self.socket)
         if not self.node_local:
-            raise ConfigError("say --node-local: this release serves the ranks of its own node only")
+            raise ConfigError(
+                "say --node-local: this release serves the ranks of its own node only"
+            )
         if not self.roots:
             raise ConfigError("no --root: name at least one folder that saves may go to")
         self._check_numbers()
@@ -99,7 +100,6 @@ class Config:
             "reattach_timeout_s": (0, 86400),
             "io_timeout_s": (1, 7 * 86400),
             "lock_timeout_s": (0, 86400),
-            "metrics_port": (0, 65535),
             "io_threads": (1, 256),
         }
         for name, (least, most) in bounds.items():

@@ -8,7 +8,6 @@ leases or roots: that is `clients`.
 from __future__ import annotations
 
 import asyncio
-import socket
 from typing import TYPE_CHECKING, Any
 
 from shardwright_proto.control import ControlProtocolError, receive_message, send_message
@@ -17,6 +16,7 @@ from shardwright_writer.clients import Client, Clients, close_all
 from shardwright_writer.refusal import Reason, Refusal
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
 
     from shardwright_writer.arena import Segment
@@ -127,8 +127,14 @@ class Handshake:
             while client.lease.plan_segments():
                 await self._clients.populate(client, lambda segment: self._push(client, segment))
         except Refusal as refusal:
-            self._send({"push": "lease", "complete": True, "lease_bytes": self._segment_bytes(client),
-                        "message": str(refusal)})
+            self._send(
+                {
+                    "push": "lease",
+                    "complete": True,
+                    "lease_bytes": self._segment_bytes(client),
+                    "message": str(refusal),
+                }
+            )
             return
         self._send({"push": "lease", "complete": True, "lease_bytes": self._segment_bytes(client)})
 

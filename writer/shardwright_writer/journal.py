@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 
 _MAGIC = b"SWJRNL01"
 _HEADER = np.dtype(
-    [("magic", "S8"), ("meta", "<u8"), ("plan", "<u8"), ("skeleton", "<u8"), ("windows", "<u8"), ("pieces", "<u8")]
+    [
+        ("magic", "S8"),
+        ("meta", "<u8"),
+        ("plan", "<u8"),
+        ("skeleton", "<u8"),
+        ("windows", "<u8"),
+        ("pieces", "<u8"),
+    ]
 )
 
 
@@ -98,10 +105,12 @@ class Journal:
 
     @property
     def size(self) -> int:
+        """Bytes of memory, charged to whoever keeps the fd."""
         return os.fstat(self.fd).st_size
 
     @property
     def phase(self) -> Phase:
+        """How far the save is."""
         return Phase(int(self._phase[0]))
 
     @phase.setter

@@ -21,10 +21,11 @@ def configure_logging(log_format: str, process: str) -> None:
         handler.setFormatter(
             logging.Formatter(f"%(asctime)s %(levelname)s {process}[%(process)d] %(message)s")
         )
-    logger = logging.getLogger("shardwright_writer")
-    logger.handlers[:] = [handler]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
+    for name in ("shardwright_writer", "__main__"):  # a module run with -m has the second name
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
 
 
 class _JsonFormatter(logging.Formatter):

@@ -176,17 +176,20 @@ def best_matches(heads: Sequence[Head], in_place: Mapping[str, tuple[int, int]])
     Empty when none does. in_place: (inode, size) by name.
     """
     scores = [_score(head, in_place) for head in heads]
-    best = max(scores, default=(0, 0))
+    best = max(scores, default=(0, 0, 0, 0))
     return [index for index, score in enumerate(scores) if score == best] if any(best) else []
 
 
-def _score(head: Head, in_place: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
-    inodes = sizes = 0
+def _score(head: Head, in_place: Mapping[str, tuple[int, int]]) -> tuple[int, int, int, int]:
+    """Rank by the root, since it says which shards count; then by all files."""
+    score = [0, 0, 0, 0]
     for file in head.files:
         inode, size = in_place.get(file.name, (0, -1))
-        sizes += size == file.nbytes
-        inodes += size >= 0 and inode == file.inode != 0
-    return inodes, sizes
+        same = (inode == file.inode != 0, size == file.nbytes)
+        for at, matches in enumerate(same):
+            score[at] += matches and file.name == head.root
+            score[2 + at] += matches
+    return score[0], score[1], score[2], score[3]
 
 
 def _encode(entry: Entry) -> bytes:

@@ -36,6 +36,7 @@ class Owner:
     start_time: int
 
     def tag(self) -> str:
+        """Return the owner as part of a file name."""
         return f"{_digest(socket.gethostname())}-{_digest(_boot_id())}-{self.pid}-{self.start_time}"
 
     def is_alive(self) -> bool:
@@ -67,7 +68,7 @@ def leftovers(folder: Folder, live_saves: frozenset[str]) -> list[str]:
 
 
 def process_start_time(pid: int) -> int:
-    """Return the process's start time in clock ticks since boot (/proc/PID/stat, field 22), or 0."""
+    """Return when the process started, in clock ticks since boot (proc(5), field 22), or 0."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -7,6 +7,8 @@ checked against the message's own length.
 from __future__ import annotations
 
 import re
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -16,8 +18,10 @@ from shardwright_proto.v1 import writer_pb2 as wire
 from shardwright_writer import formats
 from shardwright_writer.formats.base import Plan, UnsupportedError
 from shardwright_writer.refusal import Reason, Refusal
-from shardwright_writer.save import SaveSpec
-from shardwright_writer.names import Owner
+from shardwright_writer.spec import SaveSpec
+
+if TYPE_CHECKING:
+    from shardwright_writer.names import Owner
 
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -52,7 +56,8 @@ def parse_plan(data: bytes | memoryview) -> Plan:
     )
     if plan.format not in formats.FORMATS:
         raise Refusal(
-            Reason.UNSUPPORTED, f"format {plan.format!r}; this writer knows {', '.join(formats.FORMATS)}"
+            Reason.UNSUPPORTED,
+            f"format {plan.format!r}; this writer knows {', '.join(formats.FORMATS)}",
         )
     try:
         formats.get_format(plan.format).check(plan)
@@ -110,7 +115,7 @@ def _shapes(message: wire.SavePlan) -> list[tuple[int, ...]]:
     if dims and max(dims) > limits.SAVE_BYTES_MAX:
         raise Refusal(Reason.BAD_REQUEST, "dimension out of range")
     starts = [0, *ends.tolist()]
-    return [tuple(dims[a:b]) for a, b in zip(starts, starts[1:], strict=False)]
+    return [tuple(dims[a:b]) for a, b in pairwise(starts)]
 
 
 def _nbytes(message: wire.SavePlan) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

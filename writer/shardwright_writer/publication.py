@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from shardwright_writer.formats.base import Plan, SavePlan, ShardLayout
-    from shardwright_writer.formats.image import FileImage
-    from shardwright_writer.save import SaveSpec
+    from shardwright_writer.formats.base import Plan, ShardLayout
+    from shardwright_writer.opening import Opening
+    from shardwright_writer.spec import SaveSpec
     from shardwright_writer.storage.base import Folder
 
 
@@ -29,15 +29,14 @@ class Written:
     spec: SaveSpec
     plan: Plan
     layout: ShardLayout
-    save_plan: SavePlan
-    images: list[FileImage]
+    opening: Opening
     inodes: list[int]
     crcs: NDArray[np.uint32]
 
 
 def prepare_publication(folder: Folder, written: Written) -> Publication:
     """Write the index (if the format has one) under a temporary name and build the manifest."""
-    spec, save_plan = written.spec, written.save_plan
+    spec, save_plan = written.spec, written.opening.save_plan
     files = [
         PublishedFile(spec.temporary_name(index), plan.name, inode)
         for index, (plan, inode) in enumerate(zip(save_plan.files, written.inodes, strict=True))
@@ -57,7 +56,7 @@ def prepare_publication(folder: Folder, written: Written) -> Publication:
         save_plan=save_plan,
         inodes=[file.inode for file in files],
         shard_crcs=written.crcs,
-        literal_crcs=[image.literal_crc(written.crcs) for image in written.images],
+        literal_crcs=[image.literal_crc(written.crcs) for image in written.opening.images],
     )
     old_manifest = commit.read_manifest(folder, spec.file_name)
     in_place = _files_in_place(folder, old_manifest)

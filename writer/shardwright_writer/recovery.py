@@ -11,28 +11,29 @@ import contextlib
 import json
 import logging
 import os
-import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardwright_writer import formats
 from shardwright_writer.crc import fold_crcs
-from shardwright_writer.formats.image import FileImage
 from shardwright_writer.journal import Journal, Phase, WindowState
 from shardwright_writer.names import Owner
+from shardwright_writer.opening import lay_out, open_files
 from shardwright_writer.plan_codec import parse_plan
 from shardwright_writer.refusal import Reason, Refusal
-from shardwright_writer.save import Save, SaveSpec
+from shardwright_writer.save import Save
 from shardwright_writer.session import State
+from shardwright_writer.spec import SaveSpec
 from shardwright_writer.storage.posix import PosixFolder
-from shardwright_writer.windows import WindowTable
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from shardwright_writer.clients import Client, Clients
     from shardwright_writer.fdstore import FdStore
+    from shardwright_writer.opening import Opening
     from shardwright_writer.saves import Saves
-    from shardwright_writer.storage.base import WritableFile
 
 _log = logging.getLogger(__name__)
 
@@ -129,48 +130,31 @@ def _rebuild(journal: Journal, client: Client, folder_fd: int, saves: Saves) -> 
 
 def _go_on(save: Save, journal: Journal) -> None:
     """Reopen the files and give the pipeline what the dead server had left."""
-    kind = formats.get_format(save.plan.format)
-    tag = journal.meta["tag"]
-    save_plan = kind.files(
-        save.plan, save.layout, bytes(journal.skeleton), save.spec.file_name, tag
-    )
-    images = [FileImage(file) for file in save_plan.files]
-    table = WindowTable(list(zip(save_plan.files, images, strict=True)), save.window_bytes)
+    skeleton, tag = bytes(journal.skeleton), journal.meta["tag"]
+    opening = lay_out(save.spec, save.plan, save.layout, skeleton, save.window_bytes, tag)
     if save.state in (State.COMMITTING, State.COMMITTED):
         # All data is durable; renames may have been done, so there may be nothing to reopen.
-        crcs = _shard_crcs(save, images, table, journal)
-        save.bytes_received = save.bytes_total
-        save.resume_commit(save_plan, images, table, crcs)
+        save.resume_commit(opening, _shard_crcs(save, opening, journal))
         return
-    files: list[WritableFile] = [
-        save.folder.reopen(save.spec.temporary_name(index))
-        for index in range(len(save_plan.files))
-    ]
-    save.go(save_plan, images, table, files, journal)
+    save.go(open_files(save.folder, save.spec, opening, reopen=True), journal)
     assert save.pipeline is not None
     save.pipeline.start()
-    for row in range(len(table)):
-        file, window = table.place(row)
-        state = journal.states[row]
-        if state == WindowState.EXPECTED:
-            continue
-        save.bytes_received += table.shard_bytes(row)
+    for row, state in enumerate(journal.states.tolist()):
         if state == WindowState.DURABLE:
-            save.pipeline.restore(file, window, journal.piece_crcs[table.pieces(row)].copy())
-        else:
+            save.restore(row)
+        elif state == WindowState.RECEIVED:
+            file, window = opening.table.place(row)
             slot = int(journal.slots[row])
+            save.bytes_received += opening.table.shard_bytes(row)
             save.client.lease.users[slot] = (save.spec.save_id, file, window)
             save.pipeline.submit(file, window, save.client.lease.slot(slot))
-    save.moved_s = time.monotonic()
 
 
-def _shard_crcs(
-    save: Save, images: list[FileImage], table: WindowTable, journal: Journal
-) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+def _shard_crcs(save: Save, opening: Opening, journal: Journal) -> NDArray[np.uint32]:
     crcs = np.zeros(len(save.plan.names), np.uint32)
-    for row in range(len(table)):
-        file, window = table.place(row)
+    for row in range(len(opening.table)):
+        file, window = opening.table.place(row)
         start = window * save.window_bytes
-        pieces = images[file].pieces(start, start + save.window_bytes)
-        fold_crcs(crcs, pieces, journal.piece_crcs[table.pieces(row)])
+        pieces = opening.images[file].pieces(start, start + save.window_bytes)
+        fold_crcs(crcs, pieces, journal.piece_crcs[opening.table.pieces(row)])
     return crcs

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from shardwright_writer import commit, formats
-from shardwright_writer.arena import anonymous_buffer
-from shardwright_writer.crc import piece_crcs, window_crc
-from shardwright_writer.formats.image import FileImage
+from shardwright_writer import commit
 from shardwright_writer.journal import Journal, Phase, WindowState
-from shardwright_writer.names import Owner, leftovers, temporary_name
+from shardwright_writer.opening import (
+    Opening,
+    check_target,
+    choose_tag,
+    lay_out,
+    open_files,
+    read_back,
+)
 from shardwright_writer.pipeline import Pipeline
 from shardwright_writer.publication import Written, prepare_publication
 from shardwright_writer.refusal import Reason, Refusal
 from shardwright_writer.session import TERMINAL, Event, State, step
-from shardwright_writer.windows import WindowTable
+from shardwright_writer.spec import Acked, Captured, Committed, Emission, SaveSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -34,68 +37,13 @@ if TYPE_CHECKING:
 
     from shardwright_writer.clients import Client
     from shardwright_writer.fdstore import FdStore
-    from shardwright_writer.formats.base import Plan, SavePlan, ShardLayout
+    from shardwright_writer.formats.base import Plan, ShardLayout
     from shardwright_writer.storage.base import WritableFile
     from shardwright_writer.storage.posix import PosixFolder
+    from shardwright_writer.windows import WindowTable
 
 _SYNC_BYTES_MAX = 64 << 20
 _STOP_TIMEOUT_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class SaveSpec:
-    """What Open says, checked. mode: of the files."""
-
-    save_id: str
-    file_name: str
-    mode: int
-    rank: int
-    world_size: int
-    step: int
-    job_id: str
-    owner: Owner
-
-    def temporary_name(self, part: int | str) -> str:
-        """Return the name of file `part` ("m": the manifest) until it is published."""
-        return temporary_name(self.save_id, self.owner, part)
-
-    def meta(self) -> dict[str, Any]:
-        """What the journal keeps of it."""
-        return {
-            "save_id": self.save_id,
-            "file_name": self.file_name,
-            "mode": self.mode,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "step": self.step,
-            "job_id": self.job_id,
-            "owner_pid": self.owner.pid,
-            "owner_start_time": self.owner.start_time,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Acked:
-    """(file, window, CRC): durable, the slots are the client's again."""
-
-    windows: list[tuple[int, int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """The writer alone can finish."""
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """Durable and visible. files: names in the folder, root last."""
-
-    size: int
-    files: list[str]
-    seconds: float
-
-
-Emission: TypeAlias = Acked | Captured | Committed | Refusal
 
 
 class SaveHost(Protocol):
@@ -148,8 +96,7 @@ class Save:
         self.journal: Journal | None = None
         self.pipeline: Pipeline | None = None
         self.table: WindowTable | None = None
-        self.save_plan: SavePlan | None = None
-        self.images: list[FileImage] = []
+        self.opening: Opening | None = None
         self._host = host
         self._loop = asyncio.get_running_loop()
         self._files: list[WritableFile] = []
@@ -188,120 +135,63 @@ class Save:
     async def _build(
         self, plan_bytes: bytes, skeleton: bytes, claimed: Sequence[tuple[int, int, int]]
     ) -> None:
+        folder, spec, pool = self.folder, self.spec, self._host.admin_pool
         run = self._loop.run_in_executor
-        await run(self._host.admin_pool, self._check_space)
-        save_plan = await run(self._host.admin_pool, self._plan_files, skeleton)
-        files = await run(self._host.admin_pool, self._create_files, save_plan, bool(claimed))
-        images = [FileImage(file) for file in save_plan.files]
-        table = WindowTable(list(zip(save_plan.files, images, strict=True)), self.window_bytes)
-        meta = {
-            **self.spec.meta(),
-            "client_id": self.client.client_id,
-            "file_count": len(save_plan.files),
-            "tag": self._tag,
-            "window_bytes": self.window_bytes,
-            "folder_path": self.folder.path,
-        }
+        live = self._host.live_ids()
+        for name in await run(pool, check_target, folder, spec, self.bytes_total, live):
+            self._host.log(self, "swept", name=name)
+        tag = await run(pool, choose_tag, folder, spec, self.plan, self.layout)
+        opening = await run(
+            pool, lay_out, spec, self.plan, self.layout, skeleton, self.window_bytes, tag
+        )
+        opening = await run(pool, lambda: open_files(folder, spec, opening, reopen=bool(claimed)))
         if self.state in TERMINAL:
-            self._files = files
-            await run(self._host.admin_pool, self._remove_temporaries)
+            self._files = opening.files
+            await run(pool, self._remove_temporaries)
             return
+        meta = {
+            **spec.meta(),
+            "client_id": self.client.client_id,
+            "file_count": len(opening.files),
+            "tag": tag,
+            "window_bytes": self.window_bytes,
+            "folder_path": folder.path,
+        }
+        table = opening.table
         journal = Journal.create(meta, plan_bytes, skeleton, len(table), table.piece_count)
-        self.go(save_plan, images, table, files, journal)
-        journal.inodes[:] = [file.inode for file in files]
-        self._host.fds.store(f"target/{self.spec.save_id}", self.folder.fd)
-        self._host.fds.store(f"journal/{self.spec.save_id}", journal.fd)
+        journal.inodes[:] = [file.inode for file in opening.files]
+        self.go(opening, journal)
+        self._host.fds.store(f"target/{spec.save_id}", folder.fd)
+        self._host.fds.store(f"journal/{spec.save_id}", journal.fd)
         self.state = step(self.state, Event.SKELETON_COMPLETE)
         self._require_pipeline().start()
         if claimed:
-            await run(self._host.admin_pool, self._check_claimed, claimed)
+            proved = await run(pool, read_back, opening, self.window_bytes, claimed)
+            for row, values in proved:
+                journal.piece_crcs[table.pieces(row)] = values
+                journal.states[row] = WindowState.DURABLE
+                self.restore(row)
 
-    def _check_claimed(self, claimed: Sequence[tuple[int, int, int]]) -> None:
-        """Read back what should be durable: only bytes that match their CRC count."""
-        journal, table = self._require_journal()
-        buffer = anonymous_buffer(self.window_bytes)
-        for file, window, crc in claimed:
-            row = table.row(file, window)
-            start = window * self.window_bytes
-            self._files[file].read_at(buffer, start)
-            pieces = self.images[file].pieces(start, start + self.window_bytes)
-            values = piece_crcs(buffer, pieces)
-            if window_crc(values) != crc:
-                raise Refusal(
-                    Reason.CORRUPT,
-                    f"window {window} of {self._files[file].name!r} is not what was acknowledged"
-                    " before the writer died",
-                    "save again; the previous checkpoint is untouched",
-                )
-            journal.piece_crcs[table.pieces(row)] = values
-            journal.states[row] = WindowState.DURABLE
-            self.bytes_received += table.shard_bytes(row)
-            self._require_pipeline().restore(file, window, values)
-
-    def _check_space(self) -> None:
-        for name in leftovers(self.folder, self._host.live_ids()):
-            self._host.log(self, "swept", name=name)
-            self.folder.remove(name)
-        existing = self.folder.stat(self.spec.file_name)
-        if existing is not None and not existing.is_regular:
-            raise Refusal(
-                Reason.BAD_REQUEST,
-                f"{self.folder.path}/{self.spec.file_name} exists and is not a regular file",
-                "choose another path; nothing was touched",
-            )
-        free = self.folder.free_bytes()
-        if free < self.bytes_total:
-            raise Refusal(
-                Reason.NO_SPACE,
-                f"{self.folder.path} has {free} bytes free and the save needs {self.bytes_total}"
-                " [ENOSPC]",
-                "free space and save again; nothing was written",
-            )
-
-    def _plan_files(self, skeleton: bytes) -> SavePlan:
-        kind = formats.get_format(self.plan.format)
-        self._tag = commit.shard_tag(
-            self.folder, self.plan.format, self.spec.file_name, self.spec.save_id, self.layout.file_count
-        )
-        return kind.files(self.plan, self.layout, skeleton, self.spec.file_name, self._tag)
-
-    def _create_files(self, save_plan: SavePlan, reopen: bool) -> list[WritableFile]:
-        files: list[WritableFile] = []
-        try:
-            for index in range(len(save_plan.files)):
-                name = self.spec.temporary_name(index)
-                if reopen:
-                    files.append(self.folder.reopen(name))
-                    continue
-                self.folder.remove(name)  # ours: an earlier server died before its journal was kept
-                files.append(self.folder.create(name, self.spec.mode))
-        except Refusal:
-            for file in files:
-                file.close()
-                self.folder.remove(file.name)
-            raise
-        return files
-
-    def go(
-        self,
-        save_plan: SavePlan,
-        images: list[FileImage],
-        table: WindowTable,
-        files: list[WritableFile],
-        journal: Journal,
-    ) -> None:
+    def go(self, opening: Opening, journal: Journal) -> None:
         """Start the pipeline over files that are open, new or taken over."""
-        self.save_plan, self.images, self.table = save_plan, images, table
-        self.journal, self._files = journal, files
-        sync_bytes = min(max(self.window_bytes, self.client.lease.lease_bytes // 8), _SYNC_BYTES_MAX)
+        self.opening, self.journal, self._files = opening, journal, opening.files
+        self.table = opening.table
+        sync_bytes = max(self.window_bytes, self.client.lease.lease_bytes // 8)
         self.pipeline = Pipeline(
-            list(zip(save_plan.files, images, files, strict=True)),
+            list(zip(opening.save_plan.files, opening.images, opening.files, strict=True)),
             self.window_bytes,
             len(self.plan.names),
             self,
             self._host.io_pool,
-            sync_bytes,
+            min(sync_bytes, _SYNC_BYTES_MAX),
         )
+
+    def restore(self, row: int) -> None:
+        """A window that is durable already: only its CRCs go through the pipeline."""
+        journal, table = self._require_journal()
+        file, window = table.place(row)
+        self.bytes_received += table.shard_bytes(row)
+        self._require_pipeline().restore(file, window, journal.piece_crcs[table.pieces(row)].copy())
 
     # --- windows --------------------------------------------------------------------------
 
@@ -319,7 +209,8 @@ class Save:
         user = (self.spec.save_id, file, window)
         if users.get(slot, user) != user:
             raise Refusal(
-                Reason.BAD_REQUEST, f"slot {slot} still belongs to window {users[slot][2]} of a save"
+                Reason.BAD_REQUEST,
+                f"slot {slot} still belongs to window {users[slot][2]} of a save",
             )
         buffer = self.client.lease.slot(slot)
         users[slot] = user
@@ -340,7 +231,8 @@ class Save:
         missing = np.flatnonzero(journal.states == WindowState.EXPECTED)
         if len(missing):
             raise Refusal(
-                Reason.BAD_REQUEST, f"Finish with {len(missing)} windows of {len(journal.states)} missing"
+                Reason.BAD_REQUEST,
+                f"Finish with {len(missing)} windows of {len(journal.states)} missing",
             )
         journal.phase = Phase.CAPTURED
         self.state = step(self.state, Event.FINISH)
@@ -409,15 +301,10 @@ class Save:
         pipeline = self._require_pipeline()
         await self._publish(pipeline.crcs)
 
-    def resume_commit(
-        self,
-        save_plan: SavePlan,
-        images: list[FileImage],
-        table: WindowTable,
-        crcs: NDArray[np.uint32],
-    ) -> None:
+    def resume_commit(self, opening: Opening, crcs: NDArray[np.uint32]) -> None:
         """Go on with a save whose bytes an earlier server made durable."""
-        self.save_plan, self.images, self.table = save_plan, images, table
+        self.opening, self.table = opening, opening.table
+        self.bytes_received = self.bytes_total
         self.state = State.COMMITTING
         self._spawn(self._publish(crcs))
 
@@ -429,11 +316,9 @@ class Save:
         if self.state in TERMINAL:
             return
         self.stage = "committing"
-        save_plan = self._require_plan()
+        assert self.opening is not None
         inodes = [int(inode) for inode in journal.inodes]
-        written = Written(
-            self.spec, self.plan, self.layout, save_plan, self.images, inodes, crcs
-        )
+        written = Written(self.spec, self.plan, self.layout, self.opening, inodes, crcs)
         try:
             publication = await run(
                 self._host.admin_pool, prepare_publication, self.folder, written
@@ -444,7 +329,10 @@ class Save:
             self.fail(refusal)
             return
         journal.phase = Phase.COMMITTED
-        self.complete([file.name for file in publication.files], sum(f.size for f in save_plan.files))
+        self.complete(
+            [file.name for file in publication.files],
+            sum(plan.size for plan in self.opening.save_plan.files),
+        )
         await run(self._host.admin_pool, self._tidy_up, publication.superseded)
         self._end()
 
@@ -546,7 +434,3 @@ class Save:
     def _require_pipeline(self) -> Pipeline:
         assert self.pipeline is not None
         return self.pipeline
-
-    def _require_plan(self) -> SavePlan:
-        assert self.save_plan is not None
-        return self.save_plan

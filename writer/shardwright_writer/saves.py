@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwright_writer.refusal import Reason, Refusal
-from shardwright_writer.save import Committed, Save
 from shardwright_writer.session import TERMINAL, State
+from shardwright_writer.spec import Committed
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardwright_writer.config import Config
     from shardwright_writer.fdstore import FdStore
     from shardwright_writer.formats.base import Plan, ShardLayout
+    from shardwright_writer.save import Save
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +46,12 @@ class Saves:
     """The registry; implements SaveHost. Lives on the event loop."""
 
     def __init__(
-        self, config: Config, clients: Clients, fds: FdStore, io_pool: Executor, admin_pool: Executor
+        self,
+        config: Config,
+        clients: Clients,
+        fds: FdStore,
+        io_pool: Executor,
+        admin_pool: Executor,
     ) -> None:
         self.config = config
         self.clients = clients
@@ -84,9 +90,15 @@ class Saves:
     def admit(self, client: Client) -> None:
         """Raise Refusal when no save can be taken now."""
         if self.draining:
-            raise Refusal(Reason.SHUTTING_DOWN, "the writer is stopping", "it takes saves again after a restart")
+            raise Refusal(
+                Reason.SHUTTING_DOWN,
+                "the writer is stopping",
+                "it takes saves again after a restart",
+            )
         if len(self.live) >= _SAVES_MAX:
-            raise Refusal(Reason.BUSY, f"{len(self.live)} saves are under way", "wait for some to end")
+            raise Refusal(
+                Reason.BUSY, f"{len(self.live)} saves are under way", "wait for some to end"
+            )
 
     def add(self, save: Save, folder_key: tuple[int, int]) -> None:
         """A new (or adopted) save joins the queue of its path."""
@@ -156,7 +168,8 @@ class Saves:
             save.fail(
                 Refusal(
                     Reason.CLIENT_LOST,
-                    f"{save.client.describe()} did not come back within {self.config.reattach_timeout_s:.0f} s",
+                    f"{save.client.describe()} did not come back within"
+                    f" {self.config.reattach_timeout_s:.0f} s",
                     "the previous checkpoint is untouched",
                 )
             )
@@ -206,7 +219,7 @@ class Saves:
                         Reason.IO_ERROR,
                         f"storage below {save.folder.path} has not finished a write for"
                         f" {now - save.moved_s:.0f} s",
-                        "check the disk or the network file system; the previous checkpoint is untouched",
+                        "check the disk or the network; the previous checkpoint is untouched",
                     )
                 )
 

@@ -69,7 +69,7 @@ class Server:
         self._crashes = 0
 
     async def run(self) -> int:
-        """startup -> serve -> drain."""
+        """Startup -> serve -> drain."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
@@ -80,9 +80,7 @@ class Server:
             self._config.roots,
             self._config.reattach_timeout_s,
         )
-        self._saves = Saves(
-            self._config, self._clients, self._fds, self._io_pool, self._admin_pool
-        )
+        self._saves = Saves(self._config, self._clients, self._fds, self._io_pool, self._admin_pool)
         loop.add_reader(self._fds.fileno(), self._supervisor_spoke)
         await self._started.wait()
         recover(self._restored, self._clients, self._saves, self._fds)
@@ -150,7 +148,9 @@ class Server:
     def _status(self, token: str) -> str:
         if token != self._status_token:
             self._clients.by_token(token)
-        return render_json(self._config, self._clients, self._saves, self._generation, self._crashes)
+        return render_json(
+            self._config, self._clients, self._saves, self._generation, self._crashes
+        )
 
 
 def arena_bytes(memory_budget: int) -> int:

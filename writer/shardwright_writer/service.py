@@ -23,9 +23,10 @@ from shardwright_writer.crc import crc32
 from shardwright_writer.journal import WindowState
 from shardwright_writer.plan_codec import parse_plan, parse_spec
 from shardwright_writer.refusal import Reason, Refusal
-from shardwright_writer.save import Acked, Captured, Committed, Emission, Save
+from shardwright_writer.save import Save
 from shardwright_writer.saves import Structure
 from shardwright_writer.session import State
+from shardwright_writer.spec import Acked, Captured, Committed, Emission
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -86,9 +87,7 @@ class SaveStream:
         try:
             while True:
                 try:
-                    reply = await asyncio.wait_for(
-                        self._outgoing.get(), limits.PROGRESS_PERIOD_S
-                    )
+                    reply = await asyncio.wait_for(self._outgoing.get(), limits.PROGRESS_PERIOD_S)
                 except asyncio.TimeoutError:
                     reply = self._progress()
                 await self._context.write(reply)
@@ -109,7 +108,7 @@ class SaveStream:
             self._fail(refusal)
         except (grpc.RpcError, asyncio.CancelledError):
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 -- logged, and the end of this save only
             _log.exception("bug while serving %s", self._client.describe())
             what = f"bug in the writer: {type(error).__name__}: {error}"
             self._fail(Refusal(Reason.INTERNAL, what, "please report it"))
@@ -146,9 +145,7 @@ class SaveStream:
             else:
                 raise Refusal(Reason.BAD_REQUEST, f"unexpected {kind}")
 
-    async def _open(
-        self, message: wire.Open, requests: AsyncIterator[wire.SaveRequest]
-    ) -> bool:
+    async def _open(self, message: wire.Open, requests: AsyncIterator[wire.SaveRequest]) -> bool:
         """Find or make the save; False when it has ended already."""
         spec = parse_spec(message, self._client.owner)
         live = self._saves.find(spec.save_id, self._client)
@@ -163,7 +160,9 @@ class SaveStream:
         self._saves.admit(self._client)
         folder = self._client.targets.get(message.target_id)
         if folder is None:
-            raise Refusal(Reason.BAD_REQUEST, "unknown target folder: pass it in the handshake first")
+            raise Refusal(
+                Reason.BAD_REQUEST, "unknown target folder: pass it in the handshake first"
+            )
         structure = self._structure = await self._find_structure(message, requests)
         if not message.layout_known:
             self._send_layout(structure)
@@ -254,7 +253,7 @@ class SaveStream:
             save.window_received(chunk.file, chunk.window, slot, 0)
 
     async def _take_slot(self, save: Save, chunk: wire.InlineChunk) -> int:
-        """Wait for a free slot of the writer-side arena: this is the inline road's back-pressure."""
+        """Wait for a free slot of the writer-side arena: the inline road's back-pressure."""
         lease = self._client.lease
         while True:
             ready = sum(segment.size for segment in lease.segments) // lease.window_bytes

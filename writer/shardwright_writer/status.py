@@ -193,7 +193,9 @@ def print_status(status: WriterStatus, console: Console) -> None:
             )
         console.print(table)
     if status.saves:
-        table = Table("save", "rank", "step", "stage", "received", "durable", "total", "age", "path")
+        table = Table(
+            "save", "rank", "step", "stage", "received", "durable", "total", "age", "path"
+        )
         for save in status.saves:
             table.add_row(
                 *(save.save_id[:8], f"{save.rank} of {save.world_size}", str(save.step or "")),

@@ -47,6 +47,7 @@ class WindowTable:
 
     @property
     def piece_count(self) -> int:
+        """How many piece CRCs the journal holds."""
         return int(self._piece_starts[-1])
 
     def row(self, file: int, window: int) -> int:

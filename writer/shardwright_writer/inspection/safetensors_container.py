@@ -10,7 +10,6 @@ import json
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
-from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 INDEX_BYTES_MAX: Final = 256 << 20
 
-_BITS: Final = {code: bits for code, bits in DTYPES.values()} | {"F6_E2M3": 6, "F6_E3M2": 6}
+_BITS: Final = dict(DTYPES.values()) | {"F6_E2M3": 6, "F6_E3M2": 6}
 
 
 class StructureError(Exception):
@@ -97,6 +96,9 @@ def read_header(source: Source) -> dict[str, tuple[int, int]]:
     length = int.from_bytes(source.read(0, 8), "little")
     if source.size < 8 or length > min(source.size - 8, HEADER_BYTES_MAX):
         raise StructureError(f"the header length {length} does not fit the file")
+    # A damaged length is found here, before up to 100 MB of tensor bytes are taken for JSON.
+    if source.read(8, 1) != b"{" or source.read(7 + length, 1) not in (b"}", b" "):
+        raise StructureError(f"there is no header of {length} bytes")
     header = _parse_json(source.read(8, length), "the header")
     tensors: dict[str, tuple[int, int]] = {}
     for name, facts in header.items():
@@ -142,13 +144,15 @@ def read_index(source: Source) -> tuple[int | None, dict[str, str]]:
 
 def _tensor_range(name: str, facts: object) -> tuple[int, int]:
     known = _require_dict(facts)
-    dtype, shape, offsets = known.get("dtype"), known.get("shape"), known.get("data_offsets")
+    dtype: Any = known.get("dtype")
+    shape: Any = known.get("shape")
+    offsets: Any = known.get("data_offsets")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise StructureError(f"tensor {name!r} has shape {shape!r} and offsets {offsets!r}")
     if not isinstance(dtype, str) or dtype not in _BITS:
         raise StructureError(f"tensor {name!r} has the unknown dtype {dtype!r}")
     begin, end = offsets
-    if (end - begin) * 8 != prod(shape) * _BITS[dtype]:
+    if (end - begin) * 8 != _product(shape) * _BITS[dtype]:
         raise StructureError(f"tensor {name!r} of {dtype} {shape} has {end - begin} bytes")
     return begin, end
 
@@ -157,6 +161,18 @@ def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(
         type(value) is int and 0 <= value < 1 << 62 for value in values
     )
+
+
+def _product(shape: list[int]) -> int:
+    """Return the number of elements, or something too large for any file."""
+    if 0 in shape:
+        return 0
+    product = 1
+    for size in shape:
+        product *= size
+        if product > 1 << 62:
+            break
+    return product
 
 
 def _require_dict(value: Any) -> dict[str, Any]:

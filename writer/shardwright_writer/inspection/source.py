@@ -17,6 +17,7 @@ from shardwright_writer.crc import crc32
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
     from shardwright_writer.formats.base import Int64s
 
 PIECE_BYTES: Final = 16 << 20

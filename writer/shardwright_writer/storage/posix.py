@@ -90,9 +90,7 @@ class PosixFolder:
                 found = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
             except FileNotFoundError:
                 return None
-        return FileStat(
-            found.st_ino, found.st_size, found.st_mtime, stat.S_ISREG(found.st_mode)
-        )
+        return FileStat(found.st_ino, found.st_size, found.st_mtime, stat.S_ISREG(found.st_mode))
 
     def read(self, name: str, bytes_max: int) -> bytes | None:
         with _storage_errors("cannot read", self._label(name)), self._identity():
@@ -247,7 +245,9 @@ def check_inside(fd: int, roots: Sequence[str]) -> str:
             if (above.st_dev, above.st_ino) == (here.st_dev, here.st_ino):
                 break
     except OSError as error:
-        raise StorageRefusal(error, "cannot walk up from", os.readlink(f"/proc/self/fd/{fd}")) from None
+        raise StorageRefusal(
+            error, "cannot walk up from", os.readlink(f"/proc/self/fd/{fd}")
+        ) from None
     finally:
         os.close(at)
     raise Refusal(
