@@ -139,7 +139,7 @@ def serve(
     reattach_timeout: ReattachTimeout = None,
     io_timeout: IoTimeout = None,
     lock_timeout: LockTimeout = None,
-    metrics_port:     log_format: LogFormat = None,
+    log_format: LogFormat = None,
     io_threads: IoThreads = None,
 ) -> None:
     """Write the saves of this node's ranks, until SIGTERM."""

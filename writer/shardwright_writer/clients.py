@@ -293,6 +293,7 @@ class Clients:
 
     def _keep(self, client: Client, segment: Segment) -> None:
         client.lease.segments.append(segment)
+        client.slot_freed.set()
         self._fds.store(_segment_key(client, segment), segment.fd)
 
     def _remember(self, client: Client) -> None:

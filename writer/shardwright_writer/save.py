@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,39 +31,18 @@ from shardwright_writer.spec import Acked, Captured, Committed, Emission, SaveSp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
-    from concurrent.futures import Executor
 
     from numpy.typing import NDArray
 
     from shardwright_writer.clients import Client
-    from shardwright_writer.fdstore import FdStore
     from shardwright_writer.formats.base import Plan, ShardLayout
+    from shardwright_writer.host import SaveHost
     from shardwright_writer.storage.base import WritableFile
     from shardwright_writer.storage.posix import PosixFolder
     from shardwright_writer.windows import WindowTable
 
 _SYNC_BYTES_MAX = 64 << 20
 _STOP_TIMEOUT_S = 2.0
-
-
-class SaveHost(Protocol):
-    """What a save needs from the server around it."""
-
-    io_pool: Executor
-    admin_pool: Executor
-    fds: FdStore
-
-    async def turn(self, save: Save) -> None:
-        """Wait until every earlier save of the same path has ended."""
-
-    def live_ids(self) -> frozenset[str]:
-        """Return the ids of all live saves: their temporary files are not leftovers."""
-
-    def ended(self, save: Save) -> None:
-        """The save is COMMITTED or FAILED and holds nothing any more."""
-
-    def log(self, save: Save, event: str, **facts: object) -> None:
-        """Write the one line of a save event."""
 
 
 class Save:
@@ -90,7 +69,6 @@ class Save:
         self.result: Committed | Refusal | None = None
         self.outbox: Callable[[Emission], None] | None = None
         self.opened_s = time.monotonic()
-        self.heard_s = self.opened_s
         self.moved_s = self.opened_s
         self.window_bytes = client.lease.window_bytes
         self.journal: Journal | None = None
@@ -104,7 +82,6 @@ class Save:
         self.path_key: tuple[int, int, str] = (0, 0, "")
         self._tag = ""
         self._drained = asyncio.Event()
-        self._ended = asyncio.Event()
         self._building: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         client.saves += 1
@@ -251,7 +228,7 @@ class Save:
             self.pipeline.flush()
 
     def _count_received(self, row: int) -> None:
-        self.heard_s = self.moved_s = time.monotonic()
+        self.moved_s = time.monotonic()
         assert self.table is not None
         self.bytes_received += self.table.shard_bytes(row)
 
@@ -407,12 +384,7 @@ class Save:
             self.journal.close()
             self.journal = None
         self.folder.close()
-        self._ended.set()
         self._host.ended(self)
-
-    async def wait_ended(self) -> None:
-        """Return when the save holds no file and no memory any more."""
-        await self._ended.wait()
 
     # --- helpers --------------------------------------------------------------------------
 

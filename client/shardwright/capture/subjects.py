@@ -1,0 +1,195 @@
+"""What a pickle's placeholders stand for: tensors and storages, each counted once, and checked.
+
+Between `torch_pickle`, which lists subjects in stream order, and `storages` and `opcodes`, which
+work with numbers. Refuses by name what has no bytes to save. Called by `torch_format`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from shardwright.capture.columns import UNREADABLE, Columns, any_attributes
+from shardwright.capture.storages import WholeStorage, beyond_storage
+from shardwright.capture.torch_pickle import NO_STORAGE_DEVICES
+from shardwright.errors import UnsupportedObjectError
+
+if TYPE_CHECKING:
+    from shardwright.capture.names import Namer
+    from shardwright.capture.torch_pickle import Pickled
+
+_TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+QUANTISED: Final = frozenset(
+    {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+)
+FREED_HINT: Final = "Gather the parameters before saving (FSDP: state_dict())"
+META_HINT: Final = "Materialise it (to_empty, then load or initialise), or leave it out"
+
+
+@dataclass(frozen=True, slots=True)
+class Subjects:
+    """Stream order as numbers, and what they stand for.
+
+    sequence: tensor numbers in order of first appearance, or -1 - a for appearance a of a storage.
+    tensors: as read; originals: as they stand in the object. appearances: (storage, class name).
+    """
+
+    sequence: list[int]
+    originals: list[torch.Tensor]
+    tensors: list[torch.Tensor]
+    columns: Columns
+    appearances: list[tuple[int, str]]
+    storages: list[WholeStorage]
+    untyped: list[torch.UntypedStorage]
+    owners: list[Any]  # by storage: the object that stands in the stream
+
+
+def number(objects: list[Any]) -> tuple[list[int], list[Any]]:
+    """Return numbers in order of first appearance, and each object once."""
+    ids = list(map(id, objects))
+    first = dict(zip(ids, objects, strict=True))
+    if len(first) == len(ids):
+        return list(range(len(ids))), objects
+    number_of = {key: index for index, key in enumerate(first)}
+    return [number_of[key] for key in ids], list(first.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Tensors that a walk found before the pickler ran: all of them plain, columns and all."""
+
+    sequence: list[int]
+    tensors: list[torch.Tensor]
+    columns: Columns
+
+
+def read_ahead(found: list[torch.Tensor]) -> Ahead | None:
+    """Read the columns of what a walk found. None: the pickler is to look at each by itself."""
+    sequence, tensors = number(found)
+    try:
+        columns = Columns.read(tensors)
+    except UNREADABLE:
+        return None
+    hooked = any(columns.requires_grad) and any(t._backward_hooks for t in tensors)
+    if (
+        hooked
+        or any_attributes(tensors)
+        or any(dtype in QUANTISED for dtype in set(columns.dtypes))
+        or any(device.type in NO_STORAGE_DEVICES for _, device in columns.elsewhere)
+    ):
+        return None
+    return Ahead(sequence, tensors, columns)
+
+
+def divide(pickled: Pickled, namer: Namer, ahead: Ahead | None = None) -> Subjects:
+    """Sort out a pickle's subjects. Raises UnsupportedObjectError for what has no bytes.
+
+    ahead: given when the pickler met exactly what the walk had found.
+    """
+    subjects = pickled.subjects
+    if ahead is not None:
+        _check(ahead.columns, ahead.tensors, namer)
+        return Subjects(
+            ahead.sequence, ahead.tensors, ahead.tensors, ahead.columns, [], [], [], []
+        )
+    if set(map(type, subjects)) <= _TENSORS:
+        sequence, originals = number(subjects)
+        tensors, columns = read_columns(originals, namer)
+        return Subjects(sequence, originals, tensors, columns, [], [], [], [])
+    is_tensor = [isinstance(subject, torch.Tensor) for subject in subjects]
+    numbers, originals = number(
+        [subject for subject, yes in zip(subjects, is_tensor, strict=True) if yes]
+    )
+    tensors, columns = read_columns(originals, namer)
+    it = Subjects([], originals, tensors, columns, [], [], [], [])
+    remaining = iter(numbers)
+    for subject, yes in zip(subjects, is_tensor, strict=True):
+        it.sequence.append(next(remaining) if yes else _add_storage(it, subject, namer))
+    return it
+
+
+def read_columns(
+    originals: list[torch.Tensor], namer: Namer
+) -> tuple[list[torch.Tensor], Columns]:
+    """Return tensors with memory in the originals' places, and their columns."""
+    tensors = originals
+    try:
+        columns = Columns.read(tensors)
+    except UNREADABLE:
+        tensors = [_with_memory(tensor, namer) for tensor in originals]
+        columns = Columns.read(tensors)
+    _check(columns, originals, namer)
+    return tensors, columns
+
+
+def _check(columns: Columns, originals: list[torch.Tensor], namer: Namer) -> None:
+    """Refuse what has a shape and no data."""
+    for index, device in columns.elsewhere:
+        if device.type == "meta":
+            raise without_data(namer.name(originals[index]))
+    index = beyond_storage(columns)
+    if index is not None:
+        name = namer.name(originals[index])
+        raise UnsupportedObjectError(
+            f"{name!r} reaches beyond its storage of {columns.storage_nbytes[index]} bytes: "
+            "it was freed or shrunk",
+            (name,),
+            FREED_HINT,
+        )
+
+
+def without_data(name: str) -> UnsupportedObjectError:
+    """Return the refusal of a meta tensor."""
+    return UnsupportedObjectError(
+        f"{name!r} is on the meta device: it has a shape and no data", (name,), META_HINT
+    )
+
+
+def shared_bytes(names: list[str]) -> UnsupportedObjectError:
+    """Return the refusal of things that view the same bytes as different dtypes."""
+    return UnsupportedObjectError(
+        f"{' and '.join(map(repr, names))} view the same bytes as different types",
+        tuple(names),
+        "Clone one of them, or save only one and view it after loading",
+    )
+
+
+def _with_memory(tensor: torch.Tensor, namer: Namer) -> torch.Tensor:
+    """Return a tensor itself, or zeros for a ZeroTensor; refuse what has no strided memory."""
+    try:
+        Columns.read([tensor])
+    except UNREADABLE as error:
+        if tensor._is_zerotensor():
+            return torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        name = namer.name(tensor)
+        raise UnsupportedObjectError(
+            f"{name!r} ({tensor.layout}) has no memory that could be saved: {error}",
+            (name,),
+            "Convert it to a dense tensor (to_dense), outside of torch.func transforms",
+        ) from error
+    return tensor
+
+
+def _add_storage(it: Subjects, subject: Any, namer: Namer) -> int:
+    """Note one appearance of a storage; return what stands for it in the sequence."""
+    storage: torch.UntypedStorage
+    if isinstance(subject, torch.TypedStorage):
+        storage, dtype = subject._untyped_storage, subject.dtype
+        class_name = subject._pickle_storage_type()
+    else:
+        storage, dtype, class_name = subject, torch.uint8, "UntypedStorage"
+    if storage.device.type == "meta":
+        raise without_data(namer.name(subject))
+    key = storage._cdata
+    index = next((i for i, known in enumerate(it.storages) if known.key == key), len(it.storages))
+    if index == len(it.storages):
+        address = storage.data_ptr() if storage.device.type == "cpu" else 0
+        it.storages.append(WholeStorage(key, storage.nbytes(), dtype, address))
+        it.untyped.append(storage)
+        it.owners.append(subject)
+    elif it.storages[index].dtype != dtype and it.storages[index].nbytes:
+        raise shared_bytes([namer.name(it.owners[index]), namer.name(subject)])
+    it.appearances.append((index, class_name))
+    return -len(it.appearances)

@@ -1,0 +1,484 @@
+"""One save on the wire: a background thread that brings it to Committed, through broken streams.
+
+`api` makes one per save and stages windows into it; the thread opens the stream, sends, takes
+replies, and after a break re-attaches and resumes. The windows themselves are in `ledger`. Copies
+no shard bytes; the trainer's thread waits here for slots, and for the layout of a new structure,
+nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Final
+
+import grpc
+
+from shardwright import outbox, stage, watchdog
+from shardwright.errors import (
+    SaveCancelledError,
+    SaveFailedError,
+    SaveTimeoutError,
+    ShardwrightError,
+    WriterUnavailableError,
+)
+from shardwright.handle import Event
+from shardwright.ledger import Ledger
+from shardwright_proto.limits import TOKEN_METADATA_KEY
+from shardwright_proto.v1 import writer_pb2 as wire
+
+if TYPE_CHECKING:
+    from shardwright.arena import Slot
+    from shardwright.attach import Connection, Session
+    from shardwright.capture import Capture
+    from shardwright.config import Config
+    from shardwright.handle import PendingSave
+    from shardwright.target import Target
+
+_log = logging.getLogger("shardwright")
+_REOPENS_MAX: Final = 10
+_SLICE_S: Final = 1.0
+_PERMANENT: Final = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+)
+_STALE_TOKEN: Final = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+_AN_OLDER_STAYS: Final = "An older checkpoint at this path stays"
+
+schedules = stage.Schedules()
+
+
+class _BrokenStreamError(Exception):
+    """The stream ended without a verdict."""
+
+
+class SaveStream:
+    """A save's way to the writer. `stage.WindowSink` for the staging side."""
+
+    def __init__(
+        self,
+        handle: PendingSave,
+        connection: Connection,
+        session: Session,
+        capture: Capture,
+        target: Target,
+        facts: outbox.SaveFacts,
+        config: Config,
+        *,
+        want_bytes: int = 0,
+        deadline_s: float = float("inf"),
+    ) -> None:
+        self._handle = handle
+        self._connection = connection
+        self._session = session
+        self._plan, self._skeleton = capture.plan, capture.skeleton
+        self._nbytes = capture.nbytes
+        self._target = target
+        self._facts = facts
+        self._config = config
+        self._want_bytes = want_bytes
+        self._deadline_s = deadline_s
+        self._ledger = Ledger(session.arena, inline=connection.transport == "inline")
+        self._changed = threading.Condition()
+        self._schedule = schedules.find(facts.plan_digest, session.window_bytes)
+        self._layout_parts: list[bytes] = []
+        self._skeleton_sent = False
+        self._temporary_names: list[str] = []
+        self._outbox: outbox.Outbox | None = None
+        self._call: grpc.Call | None = None
+        self._open_sent = False
+        self._reopens = 0
+        self._cancelled = False
+        self._given_up_s = float("inf")
+        self._ended = False
+        self._heard_s = time.monotonic()
+        self._trouble = "it has said nothing yet"
+        handle.transport = connection.transport
+        handle.on_cancel(self.cancel)
+
+    def start(self) -> None:
+        """Begin: the stream opens in the background."""
+        watchdog.watch(self)
+        name = f"shardwright-save-{self._handle.save_id[:8]}"
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    # --- the staging side, on the caller's thread ------------------------------------------------
+
+    def wait_schedule(self) -> stage.Schedule:
+        """Return where the bytes go: at once for a structure that was saved before."""
+        with self._changed:
+            while self._schedule is None and not self._ledger.stopped:
+                self._changed.wait(_SLICE_S)
+                self._give_up_if_nobody_listens()
+            if self._schedule is None:
+                raise self._verdict()
+            return self._schedule
+
+    def wait_slot(self) -> Slot:
+        """Return a free slot, as soon as the writer has released one."""
+        started_s = time.monotonic()
+        while not self._ledger.stopped:
+            slot = self._ledger.acquire(_SLICE_S)
+            if slot is not None:
+                return slot
+            now_s = time.monotonic()
+            if now_s - started_s > self._config.slot_timeout_s and not self._ledger.stopped:
+                self.abort(
+                    SaveTimeoutError(
+                        f"the writer released no arena slot for {now_s - started_s:.0f} s (it is"
+                        f" {self._handle.progress.stage!r}, heard {now_s - self._heard_s:.1f} s ago)",
+                        hint="check the storage with `writer status`",
+                    )
+                )
+            self._give_up_if_nobody_listens()
+        raise self._verdict()
+
+    def window_staged(self, window: stage.Window, slot: Slot) -> None:
+        """A window is whole in its slot: send it, now or when the stream is open (again)."""
+        if not self._ledger.put(window, slot):
+            raise self._verdict()
+        self._handle.count(staged=window.nbytes)
+
+    def slot_unused(self, slot: Slot) -> None:
+        """Take back a slot that was never sent."""
+        self._ledger.arena.release(slot)
+
+    def staging_done(self) -> None:
+        """Every window has been staged."""
+        self._handle.apply(Event.STAGED)
+        self._ledger.finish()
+
+    def cancel(self) -> None:
+        """Ask the writer to drop the save; it answers how the save ended."""
+        self._cancelled = True
+        self._stop_staging()
+        with self._changed:
+            if self._outbox is not None:
+                self._outbox.put(outbox.cancel())
+
+    def abort(self, error: ShardwrightError) -> None:
+        """End the save for its caller, whatever the writer says; the thread gets its slots back.
+
+        What the writer has captured it may still commit: that is not taken back.
+        """
+        captured = self._handle.is_captured
+        self._given_up_s = min(self._given_up_s, time.monotonic())
+        cancelled = isinstance(error, SaveCancelledError)
+        self._handle.apply(Event.CANCELLED if cancelled else Event.FAILED, error)
+        if captured:
+            self._stop_staging()
+        else:
+            self.cancel()
+
+    # --- the watchdog's side ----------------------------------------------------------------------
+
+    def check(self, now_s: float) -> bool:
+        """Look for what nobody else would notice; False when there is nothing left to watch."""
+        if now_s > self._deadline_s and not self._ended:
+            self._deadline_s = float("inf")
+            stage_name = self._handle.progress.stage
+            self.abort(
+                SaveTimeoutError(
+                    f"not durable within timeout_s: it was {stage_name!r}, and the writer was heard"
+                    f" {now_s - self._heard_s:.1f} s ago",
+                    lost=_AN_OLDER_STAYS,
+                )
+            )
+        call = self._call
+        if call is not None and now_s - self._heard_s > self._config.stall_timeout_s:
+            call.cancel()
+        return not self._ended
+
+    # --- the save's own thread --------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._bring_home()
+        except Exception as error:  # noqa: BLE001 -- a bug must end the save, not leave it pending
+            _log.exception("bug in save %s of %s", self._handle.save_id, self._handle.path)
+            # Its slots are not freed: the writer may still read them.
+            self._ended = True
+            self.abort(SaveFailedError("INTERNAL", f"bug in the client: {error!r}"))
+        finally:
+            self._target.close()
+
+    def _bring_home(self) -> None:
+        pause_s = self._config.retry_min_s
+        while not self._ended:
+            heard_s = self._heard_s
+            ended = threading.Event()
+            try:
+                self._attempt()
+            except _BrokenStreamError as error:
+                self._trouble = str(error)
+                ended = self._session.handshake.ended  # then the next attempt need not wait
+            except WriterUnavailableError as error:
+                self._trouble = str(error)
+            except SaveFailedError as error:  # refused over the handshake socket
+                if self._open_sent:
+                    self.abort(error)
+                else:
+                    self._end(error)
+            if self._ended or self._is_over():
+                return
+            pause_max_s = self._config.retry_max_s
+            if self._given_up_s < time.monotonic():
+                pause_max_s = self._config.reclaim_pause_s
+            moved = self._heard_s > heard_s
+            pause_s = self._config.retry_min_s if moved else min(2 * pause_s, pause_max_s)
+            ended.wait(pause_s)
+
+    def _is_over(self) -> bool:
+        """After a break: decide whether to go on. Gives up when the writer is silent too long."""
+        now_s = time.monotonic()
+        quiet_s = now_s - self._heard_s
+        if self._given_up_s == float("inf"):
+            if quiet_s > self._config.stall_timeout_s:
+                self._give_up(f"has said nothing for {quiet_s:.0f} s")
+            elif self._reopens > _REOPENS_MAX:
+                self._give_up(f"broke off {self._reopens} times without a window written")
+        if self._given_up_s == float("inf"):
+            return False
+        if not self._open_sent:
+            self._end(None)  # the writer has never heard of these slots
+        elif now_s > self._given_up_s + self._config.reclaim_timeout_s:
+            _log.error("arena slots of %r are lost: its writer never came back", self._handle)
+            return True
+        return not self._ledger.holds_slots
+
+    def _give_up(self, what: str) -> None:
+        if self._cancelled:
+            self.abort(SaveCancelledError("the save was cancelled"))
+            return
+        lost = _AN_OLDER_STAYS
+        if self._handle.is_captured:
+            lost = "The writer had everything, and commits it if it comes back"
+        self.abort(
+            WriterUnavailableError(
+                f"the writer at {self._connection.path} {what} (last stage"
+                f" {self._handle.progress.stage!r}): {self._trouble}",
+                lost=lost,
+                hint="look at `writer status` and at the writer's log",
+            )
+        )
+
+    def _give_up_if_nobody_listens(self) -> None:
+        since_s = self._connection.unreachable_since_s
+        if since_s is not None and not self._ledger.stopped:
+            waited_s = time.monotonic() - since_s
+            if waited_s > self._config.connect_timeout_s:
+                self._give_up(f"has not listened for {waited_s:.0f} s")
+
+    def _attempt(self) -> None:
+        """Open the stream (again) and follow it until the save ends or the stream breaks."""
+        given_up = self._given_up_s < float("inf")
+        start_s = time.monotonic() if given_up else self._heard_s
+        session = self._connection.live_session(start_s + self._config.stall_timeout_s)
+        if session.arena is not self._ledger.arena:
+            self._end(
+                SaveFailedError(
+                    "BUSY",
+                    "the writer that came back could not take the arena over",
+                    hint="start it with the --memory-budget it had before",
+                    lost=_AN_OLDER_STAYS,
+                )
+            )
+            return
+        self._session = session
+        if not self._open_sent:
+            self._connection.reserve(session, self._want_bytes)
+        session.handshake.request(
+            "target",
+            self._config.request_timeout_s,
+            [self._target.fd],
+            target_id=self._facts.save_id,
+            path=self._target.folder,
+        )
+        self._follow(session)
+
+    def _follow(self, session: Session) -> None:
+        box = outbox.Outbox()
+        box.put(wire.SaveRequest(open=self._open_message(session)))
+        self._layout_parts, self._skeleton_sent = [], False
+        metadata = ((TOKEN_METADATA_KEY, session.token),)
+        try:
+            call = self._connection.stub(session).Save(box.messages(), metadata=metadata)
+        except ValueError as error:  # another save has just moved on to a newer channel
+            raise _BrokenStreamError(str(error)) from None
+        self._open_sent = True
+        with self._changed:
+            self._outbox, self._call = box, call
+            if self._cancelled:
+                box.put(outbox.cancel())
+        try:
+            for reply in call:
+                self._heard_s = time.monotonic()
+                self._take(reply, session)
+                if self._ended:
+                    return
+            raise _BrokenStreamError("the writer closed the stream")
+        except grpc.RpcError as error:
+            self._on_rpc_error(error, session)
+        finally:
+            self._ledger.shut()
+            with self._changed:
+                self._outbox, self._call = None, None
+            box.close()
+            call.cancel()
+
+    def _open_message(self, session: Session) -> wire.Open:
+        resume = self._open_sent
+        # Another server process may lay files out anew: then compare before going on.
+        known = schedules.is_confirmed(
+            self._facts.plan_digest, session.window_bytes, session.writer
+        )
+        message = outbox.opening(self._facts, resume=resume, layout_known=known and not resume)
+        if resume:
+            outbox.add_durable(message, self._ledger.durable, self._temporary_names)
+        return message
+
+    def _on_rpc_error(self, error: grpc.RpcError, session: Session) -> None:
+        assert isinstance(error, grpc.Call)
+        code, details = error.code(), error.details()
+        if code in _PERMANENT:
+            self.abort(
+                SaveFailedError("INTERNAL", f"the writer's gRPC says {code.name}: {details}")
+            )
+        if code in _STALE_TOKEN:
+            self._connection.invalidate(session)
+        raise _BrokenStreamError(f"{code.name}: {details}") from None
+
+    # --- replies ----------------------------------------------------------------------------------
+
+    def _take(self, reply: wire.SaveReply, session: Session) -> None:
+        kind = reply.WhichOneof("kind")
+        if kind == "acks":
+            self._reopens = 0
+            self._ledger.acknowledge(
+                ((done.file, done.window), done.crc32) for done in reply.acks.durable
+            )
+            self._handle.count(durable=self._ledger.bytes_durable)
+        elif kind == "progress":
+            self._handle.count(
+                received=reply.progress.bytes_received,
+                durable=reply.progress.bytes_durable,
+                stage=reply.progress.stage,
+            )
+        elif kind == "need_plan" and self._outbox is not None:
+            self._outbox.put(outbox.plan_chunks(self._plan))
+        elif kind == "layout_chunk":
+            self._layout_parts.append(reply.layout_chunk.data)
+            if reply.layout_chunk.last:
+                self._on_layout(session)
+        elif kind == "opened":
+            self._on_opened(reply.opened, session)
+        elif kind == "captured":
+            self._handle.apply(Event.CAPTURED)
+        elif kind == "committed":
+            self._handle.count(durable=self._handle.progress.bytes_total)
+            self._end(None, Event.COMMITTED)
+        elif kind == "failed":
+            self._on_failed(reply.failed)
+
+    def _on_layout(self, session: Session) -> None:
+        layout = wire.Layout.FromString(b"".join(self._layout_parts))
+        digest, window_bytes = self._facts.plan_digest, session.window_bytes
+        schedule = self._schedule
+        same = schedule is not None and schedule.layout_digest == stage.layout_digest(
+            layout.offsets, layout.files
+        )
+        if schedule is None or not same:
+            try:
+                schedule = stage.build_schedule(
+                    layout.offsets, layout.files, self._nbytes, window_bytes
+                )
+            except stage.LayoutError as error:
+                self.abort(SaveFailedError("INTERNAL", str(error), hint="please report it"))
+                return
+        schedules.keep(digest, window_bytes, session.writer, schedule)
+        if self._schedule is not None and not same:
+            # Bytes already lie where the earlier writer wanted them. The next save is right.
+            self.abort(
+                SaveFailedError(
+                    "INTERNAL",
+                    "another version of the writer came back, with another layout of the file",
+                    hint="save again",
+                    lost=_AN_OLDER_STAYS,
+                )
+            )
+            return
+        with self._changed:
+            self._schedule = schedule
+            self._changed.notify_all()
+        # Not only after Opened: a writer without a journal needs it to check what was durable.
+        self._send_skeleton()
+
+    def _send_skeleton(self) -> None:
+        if not self._skeleton_sent and self._skeleton and self._outbox is not None:
+            self._skeleton_sent = True
+            self._outbox.put(outbox.skeleton_chunks(self._skeleton))
+
+    def _on_opened(self, opened: wire.Opened, session: Session) -> None:
+        self._temporary_names = list(opened.temporary_names) or self._temporary_names
+        durable = {(ref.file, ref.window) for ref in opened.durable}
+        if opened.window_bytes != session.window_bytes or self._schedule is None:
+            self.abort(SaveFailedError("INTERNAL", "the writer opened the save without its layout"))
+            return
+        if (lost := self._ledger.lost(durable)) and not opened.captured:
+            self.abort(
+                SaveFailedError(
+                    "UNKNOWN_SAVE",
+                    f"the writer and its journal were lost, and {lost} windows with them",
+                    hint="save again",
+                    lost=_AN_OLDER_STAYS,
+                )
+            )
+            return
+        self._reopens += 1
+        box = self._outbox
+        if self._cancelled or box is None:
+            return
+        if not opened.have_skeleton:
+            self._send_skeleton()
+        received = {(ref.file, ref.window) for ref in opened.received}
+        self._ledger.open(box, durable, received, captured=opened.captured)
+        self._handle.count(durable=self._ledger.bytes_durable)
+        if opened.captured:
+            self._handle.apply(Event.CAPTURED)
+
+    def _on_failed(self, failed: wire.Failed) -> None:
+        reason = wire.Reason.Name(failed.reason).removeprefix("REASON_")
+        if reason == "UNKNOWN_SAVE" and not self._ledger.durable and not self._cancelled:
+            self._open_sent = False  # nothing of it is left there, everything here: send anew
+            raise _BrokenStreamError("the writer has lost its journal")
+        if reason == "CANCELLED" or self._cancelled:
+            self._end(SaveCancelledError("the save was cancelled"))
+        else:
+            self._end(SaveFailedError(reason, failed.message, failed.hint))
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def _verdict(self) -> ShardwrightError:
+        """Return why staging has to stop."""
+        return self._handle.error or SaveCancelledError("the save was cancelled")
+
+    def _stop_staging(self) -> None:
+        self._ledger.stop()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _end(self, error: ShardwrightError | None, event: Event | None = None) -> None:
+        """The writer is done with this save: its slots are free, and the handle says so."""
+        if self._ended:
+            return
+        self._ended = True
+        if isinstance(error, SaveCancelledError):
+            event = Event.CANCELLED
+        elif error is not None:
+            event = Event.FAILED
+        if event is not None:
+            self._handle.apply(event, error)
+        self._stop_staging()
+        self._ledger.release_all()
