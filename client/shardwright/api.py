@@ -70,7 +70,7 @@ class _Arguments:
         transport = self.transport or settings.transport
         if transport not in config.TRANSPORTS:
             raise _bad(f"transport {transport!r} is not one of {', '.join(config.TRANSPORTS)}")
-        if not isinstance(self.step, int) or not 0 <= self.step < 1 << 64:
+        if not 0 <= self.step < 1 << 64:
             raise _bad(f"step {self.step!r} is not a whole number from 0 to 2**64 - 1")
         try:
             return attach.connect(config.socket_path(self.endpoint), transport, settings)
@@ -98,9 +98,7 @@ def save(
     "raise" raises it; "local" then writes with torch.save or save_file, in this process. The save
     fails when it is not durable within timeout_s.
     """
-    arguments = _Arguments(
-        format, metadata, max_shard_size, step, endpoint, timeout_s, transport
-    )
+    arguments = _Arguments(format, metadata, max_shard_size, step, endpoint, timeout_s, transport)
     with lifecycle.guard():
         call = _Call(obj, path, arguments, on_error)
         call.run()
@@ -128,9 +126,7 @@ def async_save(
     Arguments as for `save`. Of the errors only those of the object and of the arguments are
     raised here, with on_error="raise"; the others by `captured` and `committed`.
     """
-    arguments = _Arguments(
-        format, metadata, max_shard_size, step, endpoint, timeout_s, transport
-    )
+    arguments = _Arguments(format, metadata, max_shard_size, step, endpoint, timeout_s, transport)
     with lifecycle.guard():
         call = _Call(obj, path, arguments, on_error)
         call.run()
@@ -211,7 +207,8 @@ class _Call:
             except BaseException:
                 target.close()
                 raise
-            _stage(save, captured, inline=connection.transport == "inline")
+            inline = connection.transport == "inline"
+            _stage(save, self.handle, captured, self._settings, inline=inline)
         except ShardwrightError as error:
             self.bad_input = self.bad_input or _is_bad_input(error)
             self.handle.apply(Event.FAILED, error)
@@ -290,12 +287,21 @@ class _Call:
         return save
 
 
-def _stage(save: SaveStream, captured: Capture, *, inline: bool) -> None:
+def _stage(
+    save: SaveStream,
+    handle: PendingSave,
+    captured: Capture,
+    settings: config.Config,
+    *,
+    inline: bool,
+) -> None:
+    from shardwright.sink import StagingSink
     from shardwright.stage import stage
 
+    sink = StagingSink(save, handle, settings.slot_timeout_s)
     try:
-        stage(captured, save.wait_schedule(), save, zero_gaps=inline)
-        save.staging_done()
+        stage(captured, sink.wait_schedule(), sink, zero_gaps=inline)
+        sink.staging_done()
     except ShardwrightError as error:
         save.abort(error)
         raise

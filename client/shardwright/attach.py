@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from shardwright.arena import Arena, map_segment, private_arena
+from shardwright.arena import Arena, private_arena
 from shardwright.errors import SaveFailedError, WriterUnavailableError
 from shardwright.handshake import Handshake
+from shardwright.segments import CannotMapError, SegmentReceiver
 from shardwright_proto.limits import (
     BLOCK_BYTES,
     CONTROL_FDS_MAX,
@@ -68,14 +69,11 @@ class Connection:
         self._config = config
         self._client_id = secrets.token_hex(16)
         self._attaching = threading.Lock()
-        self._changed = threading.Condition()
+        self._channel_lock = threading.Lock()
         self._session: Session | None = None
-        self._receiver: tuple[Handshake, Arena] | None = None
-        self._early: list[tuple[Handshake, Message, list[int]]] = []
-        self._map_error: Exception | None = None
-        self._lease_complete = False
-        self._lease_message = ""
+        self._segments = SegmentReceiver()
         self._asked_bytes = 0
+        self._connect_error = ""
         self._channel: grpc.Channel | None = None
         self._channel_address = ""
 
@@ -109,30 +107,27 @@ class Connection:
         """Ask for a larger arena when this object wants more than any before it."""
         if self.transport == "shared" and want_bytes > self._asked_bytes:
             self._asked_bytes = want_bytes
-            with self._changed:
-                self._lease_complete = False
+            self._segments.expect_more()
             session.handshake.request(
                 "grow",
                 self._config.request_timeout_s,
-                want_bytes=want_bytes,
-                local_world_size=self._config.local_world_size,
+                {
+                    "want_bytes": want_bytes,
+                    "local_world_size": self._config.local_world_size,
+                },
             )
 
     def wait_lease(self, session: Session, timeout_s: float) -> bool:
         """Wait until the arena has all its segments."""
         if self.transport == "inline":
             return True
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._lease_complete or not session.alive, timeout=timeout_s
-            )
-            return self._lease_complete
+        return self._segments.wait_complete(session.handshake, timeout_s)
 
     def stub(self, session: Session) -> WriterStub:
         """Return the gRPC stub of a session's server."""
         from shardwright_proto.v1.writer_pb2_grpc import WriterStub
 
-        with self._changed:
+        with self._channel_lock:
             old = None
             if self._channel is None or self._channel_address != session.address:
                 old, self._channel = self._channel, _open_channel(session.address)
@@ -161,7 +156,7 @@ class Connection:
         """Leave the writer: at exit, when nothing is left to say."""
         if self._session is not None:
             self._session.handshake.close()
-        with self._changed:
+        with self._channel_lock:
             channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
@@ -185,46 +180,51 @@ class Connection:
             while True:
                 handshake = self._connect(deadline_s, patient=patient)
                 try:
-                    self._session = self._introduce(handshake, arena, want_bytes, deadline_s)
-                    return self._session
-                except _CannotMapError as error:
+                    session = self._introduce(handshake, arena, want_bytes, deadline_s)
+                except CannotMapError as error:
+                    handshake.close()
                     self._fall_back_to_inline(error)
                 except BaseException:
                     handshake.close()
                     raise
-                handshake.close()
+                else:
+                    self._session = session
+                    return session
         finally:
             self._attaching.release()
 
     def _connect(self, deadline_s: float, *, patient: bool) -> Handshake:
         pause_s = self._config.retry_min_s
-        while True:
-            try:
-                left_s = max(0.05, deadline_s - time.monotonic())
-                handshake = Handshake(self.path, left_s, self._on_push)
-            except OSError as error:
-                if self.unreachable_since_s is None:
-                    self.unreachable_since_s = time.monotonic()
-                if not patient or time.monotonic() + pause_s > deadline_s:
-                    raise WriterUnavailableError(
-                        f"no writer listens at {self.path}: {error.strerror or error}",
-                        hint="start `writer serve`, or name its socket in SHARDWRIGHT_ENDPOINT",
-                    ) from None
-                threading.Event().wait(pause_s)
-                pause_s = min(2 * pause_s, self._config.retry_max_s)
-            else:
-                self.unreachable_since_s = None
-                return handshake
+        while (handshake := self._try_connect(deadline_s)) is None:
+            if not patient or time.monotonic() + pause_s > deadline_s:
+                raise WriterUnavailableError(
+                    f"no writer listens at {self.path}: {self._connect_error}",
+                    hint="start `writer serve`, or name its socket in SHARDWRIGHT_ENDPOINT",
+                )
+            threading.Event().wait(pause_s)
+            pause_s = min(2 * pause_s, self._config.retry_max_s)
+        return handshake
+
+    def _try_connect(self, deadline_s: float) -> Handshake | None:
+        try:
+            left_s = max(0.05, deadline_s - time.monotonic())
+            handshake = Handshake(self.path, left_s, self._segments)
+        except OSError as error:
+            self._connect_error = error.strerror or str(error)
+            if self.unreachable_since_s is None:
+                self.unreachable_since_s = time.monotonic()
+            return None
+        self.unreachable_since_s = None
+        return handshake
 
     def _introduce(
         self, handshake: Handshake, arena: Arena | None, want_bytes: int, deadline_s: float
     ) -> Session:
         """Attach on a new connection, with the arena of the last one if there is one."""
-        with self._changed:
-            self._lease_complete, self._map_error, self._receiver = False, None, None
+        self._segments.reset()
         try:
             answer = handshake.request(
-                "attach", deadline_s - time.monotonic(), **self._who_we_are(arena, want_bytes)
+                "attach", deadline_s - time.monotonic(), self._who_we_are(arena, want_bytes)
             )
             session = self._session_of(handshake, answer, arena)
             if arena is not None and self.transport == "shared":
@@ -236,7 +236,10 @@ class Connection:
                 self._client_id = secrets.token_hex(16)
             raise WriterUnavailableError(error.message, hint=error.hint) from None
         self._asked_bytes = max(self._asked_bytes, want_bytes or _EVERYTHING)
-        self._receive_segments(session)
+        self._segments.expect(handshake, session.arena)
+        if self.transport == "shared":
+            timeout_s = self._config.request_timeout_s
+            self._segments.wait_first(handshake, session.arena, timeout_s)
         return session
 
     def _who_we_are(self, arena: Arena | None, want_bytes: int) -> dict[str, object]:
@@ -278,7 +281,7 @@ class Connection:
         return Session(handshake, token, address, writer, window_bytes, arena)
 
     def _offer(self, session: Session, answer: Message) -> None:
-        """Give the segments that this writer does not know: supervisor and server were both lost."""
+        """Give the segments this writer does not know: supervisor and server were both lost."""
         known = set(answer.get("known") or ())
         missing = [s for s in session.arena.segments if s.segment_id not in known]
         for start in range(0, len(missing), CONTROL_FDS_MAX):
@@ -286,88 +289,25 @@ class Connection:
             session.handshake.request(
                 "offer",
                 self._config.request_timeout_s,
+                {
+                    "segments": [
+                        {"segment_id": s.segment_id, "bytes": s.size, "first_slot": s.first_slot}
+                        for s in batch
+                    ]
+                },
                 [segment.fd for segment in batch],
-                segments=[
-                    {"segment_id": s.segment_id, "bytes": s.size, "first_slot": s.first_slot}
-                    for s in batch
-                ],
             )
 
-    # --- segments, on the reader thread ------------------------------------------------------
-
-    def _receive_segments(self, session: Session) -> None:
-        """Let segments in, and wait for the first: a save cannot start without."""
-        with self._changed:
-            self._receiver = (session.handshake, session.arena)
-            early, self._early = self._early, []
-            for handshake, message, fds in early:
-                self._take_push(handshake, message, fds)
-            if self.transport == "inline" or session.arena.slot_count:
-                return
-            self._changed.wait_for(
-                lambda: (
-                    session.arena.slot_count
-                    or self._map_error
-                    or self._lease_complete
-                    or not session.alive
-                ),
-                timeout=self._config.request_timeout_s,
-            )
-            if session.arena.slot_count:
-                return
-            if self._map_error is not None:
-                raise _CannotMapError(str(self._map_error))
-            raise WriterUnavailableError(
-                f"the writer at {self.path} gave no shared memory within"
-                f" {self._config.request_timeout_s:g} s: {self._lease_message or 'no answer'}",
-                hint="raise the writer's --memory-budget",
-            )
-
-    def _on_push(self, handshake: Handshake, message: Message, fds: list[int]) -> None:
-        with self._changed:
-            if self._receiver is None:
-                self._early.append((handshake, message, fds))
-            else:
-                self._take_push(handshake, message, fds)
-
-    def _take_push(self, handshake: Handshake, message: Message, fds: list[int]) -> None:
-        assert self._receiver is not None
-        expected, arena = self._receiver
-        if handshake is expected and message["push"] == "segment" and len(fds) == 1:
-            fd = fds.pop()
-            try:
-                self._add_segment(arena, message, fd)
-            except (OSError, KeyError, TypeError, ValueError) as error:
-                os.close(fd)
-                self._map_error = error
-                if arena.slot_count:
-                    _log.warning("shardwright: an arena segment is not used: %s", error)
-        elif handshake is expected and message["push"] == "lease":
-            self._lease_complete = bool(message.get("complete"))
-            self._lease_message = str(message.get("message", ""))
-        for fd in fds:
-            os.close(fd)
-        self._changed.notify_all()
-
-    def _add_segment(self, arena: Arena, message: Message, fd: int) -> None:
-        segment_id = int(message["segment_id"])
-        if arena.retired or any(s.segment_id == segment_id for s in arena.segments):
-            os.close(fd)
-            return
-        arena.add(map_segment(segment_id, int(message["first_slot"]), int(message["bytes"]), fd))
+    # --- the other road -----------------------------------------------------------------------
 
     def _fall_back_to_inline(self, error: Exception) -> None:
         _log.warning(
-            "shardwright: the writer's shared memory cannot be mapped (%s);"
+            "the writer's shared memory cannot be mapped (%s);"
             " bytes go inline from now on, which is slower",
             error,
         )
         self.transport = "inline"
         self._client_id = secrets.token_hex(16)
-
-
-class _CannotMapError(Exception):
-    """The first segment of a new arena cannot be mapped in this process."""
 
 
 def _open_channel(address: str) -> grpc.Channel:

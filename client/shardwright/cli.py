@@ -49,20 +49,20 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"shardwright: {error}", file=sys.stderr)
         return 2
-    error = _ask(path, timeout_s)
+    trouble = _ask(path, timeout_s)
     facts = {
         "version": importlib.metadata.version("shardwright"),
         "wire": WIRE_VERSION,
         "endpoint": f"unix://{path}",
-        "writer": error is None,
-        "error": error,
+        "writer": trouble is None,
+        "error": trouble,
     }
     if options.json:
         print(json.dumps(facts))
     else:
         print(f"shardwright {facts['version']}, wire version {facts['wire']}")
-        print(f"endpoint {facts['endpoint']}: {error or 'a writer answers'}")
-    return 0 if error is None else 1
+        print(f"endpoint {facts['endpoint']}: {trouble or 'a writer answers'}")
+    return 0 if trouble is None else 1
 
 
 def _ask(path: str, timeout_s: float) -> str | None:

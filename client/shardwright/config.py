@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final
 from shardwright_proto.endpoint import client_socket_path, parse_endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 TRANSPORTS: Final = ("shared", "inline")
 ON_ERRORS: Final = ("skip", "raise", "local")
@@ -80,7 +80,7 @@ _CHOICES: Final[dict[str, tuple[str, ...]]] = {"transport": TRANSPORTS, "on_erro
 
 
 def load(environment: Mapping[str, str]) -> Config:
-    """Return the settings of an environment. Raises ValueError naming the variable that is wrong."""
+    """Return the settings of an environment. Raises ValueError, naming the variable at fault."""
     values: dict[str, str | int | float | bool] = {}
     for field in fields(Config):
         for variable in _RENAMED.get(field.name, (f"SHARDWRIGHT_{field.name.upper()}",)):
@@ -94,7 +94,7 @@ def load(environment: Mapping[str, str]) -> Config:
 def _parse(name: str, kind: str, variable: str, text: str) -> str | int | float | bool:
     value: str | int | float | bool
     try:
-        value = {"str": str, "int": int, "float": float, "bool": _parse_bool}[kind](text)
+        value = _PARSERS[kind](text)
     except ValueError:
         raise ValueError(f"{variable}={text!r} is not a valid {kind}") from None
     choices = _CHOICES.get(name)
@@ -111,6 +111,14 @@ def _parse_bool(text: str) -> bool:
     if text.lower() in ("0", "false", "no", "off"):
         return False
     raise ValueError(text)
+
+
+_PARSERS: Final[dict[str, Callable[[str], str | int | float | bool]]] = {
+    "str": str,
+    "int": int,
+    "float": float,
+    "bool": _parse_bool,
+}
 
 
 def socket_path(endpoint: str | None) -> str:

@@ -12,15 +12,25 @@ import os
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from shardwright.errors import SaveFailedError, WriterUnavailableError
 from shardwright_proto.control import ControlProtocolError, Message, receive_message, send_message
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Mapping, Sequence
 
 _POLL_S = 5.0
+
+
+class PushListener(Protocol):
+    """Who hears of pushes, on the connection's reader thread."""
+
+    def on_push(self, handshake: Handshake, message: Message, fds: list[int]) -> None:
+        """Take a pushed message, and own its descriptors."""
+
+    def wake(self) -> None:
+        """The connection has ended: `ended` is set."""
 
 
 class Handshake:
@@ -30,15 +40,12 @@ class Handshake:
         self,
         path: str,
         timeout_s: float,
-        on_push: Callable[[Handshake, Message, list[int]], None],
+        listener: PushListener,
     ) -> None:
-        """Connect. Raises OSError: ECONNREFUSED and ENOENT when nobody listens at path.
-
-        on_push is called on the reader thread, and owns the descriptors it gets.
-        """
+        """Connect. Raises OSError: ECONNREFUSED and ENOENT when nobody listens at path."""
         self.ended = threading.Event()
         self._path = path
-        self._on_push = on_push
+        self._listener = listener
         self._sequence = itertools.count(1)
         self._send_lock = threading.Lock()
         self._answers_lock = threading.Condition()
@@ -54,7 +61,11 @@ class Handshake:
         threading.Thread(target=self._read, name="shardwright-handshake", daemon=True).start()
 
     def request(
-        self, op: str, timeout_s: float, fds: Sequence[int] = (), **fields: object
+        self,
+        op: str,
+        timeout_s: float,
+        fields: Mapping[str, object],
+        fds: Sequence[int] = (),
     ) -> Message:
         """Send a request and return its answer.
 
@@ -126,11 +137,12 @@ class Handshake:
             with self._answers_lock:
                 self.ended.set()
                 self._answers_lock.notify_all()
+            self._listener.wake()
             self._socket.close()
 
     def _take(self, message: Message, fds: list[int]) -> None:
         if "push" in message:
-            self._on_push(self, message, fds)
+            self._listener.on_push(self, message, fds)
             return
         for fd in fds:
             os.close(fd)

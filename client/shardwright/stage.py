@@ -10,9 +10,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import sys
-import threading
 from array import array
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 _SMALL_BYTES_MAX: Final = 64 << 10
 _BATCH: Final = 20_000
-_SCHEDULES_MAX: Final = 8
 
 # For small pieces. ctypes.memmove lets go of the GIL around every call: with another busy Python
 # thread each of 100,000 calls could then wait a switch interval (5 ms) to get it back.
@@ -208,40 +206,6 @@ def _copy_asking(window: Window, address: int, capture: Capture) -> None:
             sources[shard].copy_into(address + offset, 0, count)
         else:
             _memmove_small(address + offset, addresses[shard], count)
-
-
-class Schedules:
-    """The schedules of the latest structures, and which writer has confirmed each. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[bytes, int], Schedule] = OrderedDict()
-        self._confirmed: dict[tuple[bytes, int], str] = {}
-
-    def find(self, plan_digest: bytes, window_bytes: int) -> Schedule | None:
-        """Return the schedule of a structure that was saved before."""
-        key = (plan_digest, window_bytes)
-        with self._lock:
-            schedule = self._known.get(key)
-            if schedule is not None:
-                self._known.move_to_end(key)
-            return schedule
-
-    def is_confirmed(self, plan_digest: bytes, window_bytes: int, writer: str) -> bool:
-        """Tell whether this very server process gave this layout: another may lay out anew."""
-        with self._lock:
-            return self._confirmed.get((plan_digest, window_bytes)) == writer
-
-    def keep(self, plan_digest: bytes, window_bytes: int, writer: str, schedule: Schedule) -> None:
-        """Remember what `writer` gave; the oldest goes."""
-        key = (plan_digest, window_bytes)
-        with self._lock:
-            self._known[key] = schedule
-            self._known.move_to_end(key)
-            self._confirmed[key] = writer
-            while len(self._known) > _SCHEDULES_MAX:
-                oldest, _ = self._known.popitem(last=False)
-                del self._confirmed[oldest]
 
 
 class WindowSink(Protocol):

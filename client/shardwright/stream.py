@@ -1,9 +1,8 @@
 """One save on the wire: a background thread that brings it to Committed, through broken streams.
 
 `api` makes one per save and stages windows into it; the thread opens the stream, sends, takes
-replies, and after a break re-attaches and resumes. The windows themselves are in `ledger`. Copies
-no shard bytes; the trainer's thread waits here for slots, and for the layout of a new structure,
-nothing else.
+replies, and after a break re-attaches and resumes. The windows themselves are in `ledger`, what
+the caller's thread waits for is in `sink`. Copies no shard bytes.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from shardwright.errors import (
     WriterUnavailableError,
 )
 from shardwright.handle import Event
+from shardwright.layouts import LayoutWait
 from shardwright.ledger import Ledger
 from shardwright_proto.limits import TOKEN_METADATA_KEY
 from shardwright_proto.v1 import writer_pb2 as wire
 
 if TYPE_CHECKING:
-    from shardwright.arena import Slot
     from shardwright.attach import Connection, Session
     from shardwright.capture import Capture
     from shardwright.config import Config
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("shardwright")
 _REOPENS_MAX: Final = 10
-_SLICE_S: Final = 1.0
 _PERMANENT: Final = (
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.UNIMPLEMENTED,
@@ -47,15 +45,13 @@ _PERMANENT: Final = (
 _STALE_TOKEN: Final = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 _AN_OLDER_STAYS: Final = "An older checkpoint at this path stays"
 
-schedules = stage.Schedules()
-
 
 class _BrokenStreamError(Exception):
     """The stream ended without a verdict."""
 
 
 class SaveStream:
-    """A save's way to the writer. `stage.WindowSink` for the staging side."""
+    """A save's way to the writer."""
 
     def __init__(
         self,
@@ -74,16 +70,14 @@ class SaveStream:
         self._connection = connection
         self._session = session
         self._plan, self._skeleton = capture.plan, capture.skeleton
-        self._nbytes = capture.nbytes
         self._target = target
         self._facts = facts
         self._config = config
         self._want_bytes = want_bytes
         self._deadline_s = deadline_s
-        self._ledger = Ledger(session.arena, inline=connection.transport == "inline")
-        self._changed = threading.Condition()
-        self._schedule = schedules.find(facts.plan_digest, session.window_bytes)
-        self._layout_parts: list[bytes] = []
+        self.layout = LayoutWait(facts.plan_digest, capture.nbytes, session.window_bytes)
+        self.ledger = Ledger(session.arena, inline=connection.transport == "inline")
+        self._lock = threading.Lock()
         self._skeleton_sent = False
         self._temporary_names: list[str] = []
         self._outbox: outbox.Outbox | None = None
@@ -104,57 +98,13 @@ class SaveStream:
         name = f"shardwright-save-{self._handle.save_id[:8]}"
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    # --- the staging side, on the caller's thread ------------------------------------------------
-
-    def wait_schedule(self) -> stage.Schedule:
-        """Return where the bytes go: at once for a structure that was saved before."""
-        with self._changed:
-            while self._schedule is None and not self._ledger.stopped:
-                self._changed.wait(_SLICE_S)
-                self._give_up_if_nobody_listens()
-            if self._schedule is None:
-                raise self._verdict()
-            return self._schedule
-
-    def wait_slot(self) -> Slot:
-        """Return a free slot, as soon as the writer has released one."""
-        started_s = time.monotonic()
-        while not self._ledger.stopped:
-            slot = self._ledger.acquire(_SLICE_S)
-            if slot is not None:
-                return slot
-            now_s = time.monotonic()
-            if now_s - started_s > self._config.slot_timeout_s and not self._ledger.stopped:
-                self.abort(
-                    SaveTimeoutError(
-                        f"the writer released no arena slot for {now_s - started_s:.0f} s (it is"
-                        f" {self._handle.progress.stage!r}, heard {now_s - self._heard_s:.1f} s ago)",
-                        hint="check the storage with `writer status`",
-                    )
-                )
-            self._give_up_if_nobody_listens()
-        raise self._verdict()
-
-    def window_staged(self, window: stage.Window, slot: Slot) -> None:
-        """A window is whole in its slot: send it, now or when the stream is open (again)."""
-        if not self._ledger.put(window, slot):
-            raise self._verdict()
-        self._handle.count(staged=window.nbytes)
-
-    def slot_unused(self, slot: Slot) -> None:
-        """Take back a slot that was never sent."""
-        self._ledger.arena.release(slot)
-
-    def staging_done(self) -> None:
-        """Every window has been staged."""
-        self._handle.apply(Event.STAGED)
-        self._ledger.finish()
+    # --- from other threads -----------------------------------------------------------------------
 
     def cancel(self) -> None:
         """Ask the writer to drop the save; it answers how the save ended."""
         self._cancelled = True
         self._stop_staging()
-        with self._changed:
+        with self._lock:
             if self._outbox is not None:
                 self._outbox.put(outbox.cancel())
 
@@ -172,17 +122,13 @@ class SaveStream:
         else:
             self.cancel()
 
-    # --- the watchdog's side ----------------------------------------------------------------------
-
     def check(self, now_s: float) -> bool:
         """Look for what nobody else would notice; False when there is nothing left to watch."""
         if now_s > self._deadline_s and not self._ended:
             self._deadline_s = float("inf")
-            stage_name = self._handle.progress.stage
             self.abort(
                 SaveTimeoutError(
-                    f"not durable within timeout_s: it was {stage_name!r}, and the writer was heard"
-                    f" {now_s - self._heard_s:.1f} s ago",
+                    f"not durable within timeout_s ({self.describe_writer()})",
                     lost=_AN_OLDER_STAYS,
                 )
             )
@@ -190,6 +136,11 @@ class SaveStream:
         if call is not None and now_s - self._heard_s > self._config.stall_timeout_s:
             call.cancel()
         return not self._ended
+
+    def describe_writer(self) -> str:
+        """Say what is known of the writer, for errors."""
+        quiet_s = time.monotonic() - self._heard_s
+        return f"last stage {self._handle.progress.stage!r}, last heard {quiet_s:.1f} s ago"
 
     # --- the save's own thread --------------------------------------------------------------------
 
@@ -206,7 +157,7 @@ class SaveStream:
 
     def _bring_home(self) -> None:
         pause_s = self._config.retry_min_s
-        while not self._ended:
+        while True:
             heard_s = self._heard_s
             ended = threading.Event()
             try:
@@ -221,7 +172,7 @@ class SaveStream:
                     self.abort(error)
                 else:
                     self._end(error)
-            if self._ended or self._is_over():
+            if self._is_over():
                 return
             pause_max_s = self._config.retry_max_s
             if self._given_up_s < time.monotonic():
@@ -232,6 +183,8 @@ class SaveStream:
 
     def _is_over(self) -> bool:
         """After a break: decide whether to go on. Gives up when the writer is silent too long."""
+        if self._ended:
+            return True
         now_s = time.monotonic()
         quiet_s = now_s - self._heard_s
         if self._given_up_s == float("inf"):
@@ -246,7 +199,7 @@ class SaveStream:
         elif now_s > self._given_up_s + self._config.reclaim_timeout_s:
             _log.error("arena slots of %r are lost: its writer never came back", self._handle)
             return True
-        return not self._ledger.holds_slots
+        return not self.ledger.holds_slots
 
     def _give_up(self, what: str) -> None:
         if self._cancelled:
@@ -257,16 +210,17 @@ class SaveStream:
             lost = "The writer had everything, and commits it if it comes back"
         self.abort(
             WriterUnavailableError(
-                f"the writer at {self._connection.path} {what} (last stage"
-                f" {self._handle.progress.stage!r}): {self._trouble}",
+                f"the writer at {self._connection.path} {what} ({self.describe_writer()}):"
+                f" {self._trouble}",
                 lost=lost,
                 hint="look at `writer status` and at the writer's log",
             )
         )
 
-    def _give_up_if_nobody_listens(self) -> None:
+    def give_up_if_nobody_listens(self) -> None:
+        """Called while the caller's thread waits, which it shall not do long for nobody."""
         since_s = self._connection.unreachable_since_s
-        if since_s is not None and not self._ledger.stopped:
+        if since_s is not None and not self.ledger.stopped:
             waited_s = time.monotonic() - since_s
             if waited_s > self._config.connect_timeout_s:
                 self._give_up(f"has not listened for {waited_s:.0f} s")
@@ -276,7 +230,7 @@ class SaveStream:
         given_up = self._given_up_s < float("inf")
         start_s = time.monotonic() if given_up else self._heard_s
         session = self._connection.live_session(start_s + self._config.stall_timeout_s)
-        if session.arena is not self._ledger.arena:
+        if session.arena is not self.ledger.arena:
             self._end(
                 SaveFailedError(
                     "BUSY",
@@ -292,23 +246,23 @@ class SaveStream:
         session.handshake.request(
             "target",
             self._config.request_timeout_s,
+            {"target_id": self._facts.save_id, "path": self._target.folder},
             [self._target.fd],
-            target_id=self._facts.save_id,
-            path=self._target.folder,
         )
         self._follow(session)
 
     def _follow(self, session: Session) -> None:
         box = outbox.Outbox()
         box.put(wire.SaveRequest(open=self._open_message(session)))
-        self._layout_parts, self._skeleton_sent = [], False
+        self.layout.restart()
+        self._skeleton_sent = False
         metadata = ((TOKEN_METADATA_KEY, session.token),)
         try:
             call = self._connection.stub(session).Save(box.messages(), metadata=metadata)
         except ValueError as error:  # another save has just moved on to a newer channel
             raise _BrokenStreamError(str(error)) from None
         self._open_sent = True
-        with self._changed:
+        with self._lock:
             self._outbox, self._call = box, call
             if self._cancelled:
                 box.put(outbox.cancel())
@@ -322,8 +276,8 @@ class SaveStream:
         except grpc.RpcError as error:
             self._on_rpc_error(error, session)
         finally:
-            self._ledger.shut()
-            with self._changed:
+            self.ledger.shut()
+            with self._lock:
                 self._outbox, self._call = None, None
             box.close()
             call.cancel()
@@ -331,12 +285,10 @@ class SaveStream:
     def _open_message(self, session: Session) -> wire.Open:
         resume = self._open_sent
         # Another server process may lay files out anew: then compare before going on.
-        known = schedules.is_confirmed(
-            self._facts.plan_digest, session.window_bytes, session.writer
-        )
+        known = self.layout.is_confirmed(session.writer)
         message = outbox.opening(self._facts, resume=resume, layout_known=known and not resume)
         if resume:
-            outbox.add_durable(message, self._ledger.durable, self._temporary_names)
+            outbox.add_durable(message, self.ledger.durable, self._temporary_names)
         return message
 
     def _on_rpc_error(self, error: grpc.RpcError, session: Session) -> None:
@@ -356,10 +308,10 @@ class SaveStream:
         kind = reply.WhichOneof("kind")
         if kind == "acks":
             self._reopens = 0
-            self._ledger.acknowledge(
+            self.ledger.acknowledge(
                 ((done.file, done.window), done.crc32) for done in reply.acks.durable
             )
-            self._handle.count(durable=self._ledger.bytes_durable)
+            self._handle.count(durable=self.ledger.bytes_durable)
         elif kind == "progress":
             self._handle.count(
                 received=reply.progress.bytes_received,
@@ -369,9 +321,7 @@ class SaveStream:
         elif kind == "need_plan" and self._outbox is not None:
             self._outbox.put(outbox.plan_chunks(self._plan))
         elif kind == "layout_chunk":
-            self._layout_parts.append(reply.layout_chunk.data)
-            if reply.layout_chunk.last:
-                self._on_layout(session)
+            self._on_layout(reply.layout_chunk, session)
         elif kind == "opened":
             self._on_opened(reply.opened, session)
         elif kind == "captured":
@@ -382,38 +332,17 @@ class SaveStream:
         elif kind == "failed":
             self._on_failed(reply.failed)
 
-    def _on_layout(self, session: Session) -> None:
-        layout = wire.Layout.FromString(b"".join(self._layout_parts))
-        digest, window_bytes = self._facts.plan_digest, session.window_bytes
-        schedule = self._schedule
-        same = schedule is not None and schedule.layout_digest == stage.layout_digest(
-            layout.offsets, layout.files
-        )
-        if schedule is None or not same:
-            try:
-                schedule = stage.build_schedule(
-                    layout.offsets, layout.files, self._nbytes, window_bytes
-                )
-            except stage.LayoutError as error:
-                self.abort(SaveFailedError("INTERNAL", str(error), hint="please report it"))
-                return
-        schedules.keep(digest, window_bytes, session.writer, schedule)
-        if self._schedule is not None and not same:
-            # Bytes already lie where the earlier writer wanted them. The next save is right.
+    def _on_layout(self, chunk: wire.LayoutChunk, session: Session) -> None:
+        try:
+            whole = self.layout.add(chunk, session.writer)
+        except stage.LayoutError as error:
             self.abort(
-                SaveFailedError(
-                    "INTERNAL",
-                    "another version of the writer came back, with another layout of the file",
-                    hint="save again",
-                    lost=_AN_OLDER_STAYS,
-                )
+                SaveFailedError("INTERNAL", str(error), hint="save again", lost=_AN_OLDER_STAYS)
             )
             return
-        with self._changed:
-            self._schedule = schedule
-            self._changed.notify_all()
-        # Not only after Opened: a writer without a journal needs it to check what was durable.
-        self._send_skeleton()
+        if whole:
+            # Not only after Opened: a writer without a journal needs it to check what was durable.
+            self._send_skeleton()
 
     def _send_skeleton(self) -> None:
         if not self._skeleton_sent and self._skeleton and self._outbox is not None:
@@ -423,10 +352,10 @@ class SaveStream:
     def _on_opened(self, opened: wire.Opened, session: Session) -> None:
         self._temporary_names = list(opened.temporary_names) or self._temporary_names
         durable = {(ref.file, ref.window) for ref in opened.durable}
-        if opened.window_bytes != session.window_bytes or self._schedule is None:
+        if opened.window_bytes != session.window_bytes or self.layout.schedule is None:
             self.abort(SaveFailedError("INTERNAL", "the writer opened the save without its layout"))
             return
-        if (lost := self._ledger.lost(durable)) and not opened.captured:
+        if (lost := self.ledger.lost(durable)) and not opened.captured:
             self.abort(
                 SaveFailedError(
                     "UNKNOWN_SAVE",
@@ -443,14 +372,14 @@ class SaveStream:
         if not opened.have_skeleton:
             self._send_skeleton()
         received = {(ref.file, ref.window) for ref in opened.received}
-        self._ledger.open(box, durable, received, captured=opened.captured)
-        self._handle.count(durable=self._ledger.bytes_durable)
+        self.ledger.open(box, durable, received, captured=opened.captured)
+        self._handle.count(durable=self.ledger.bytes_durable)
         if opened.captured:
             self._handle.apply(Event.CAPTURED)
 
     def _on_failed(self, failed: wire.Failed) -> None:
         reason = wire.Reason.Name(failed.reason).removeprefix("REASON_")
-        if reason == "UNKNOWN_SAVE" and not self._ledger.durable and not self._cancelled:
+        if reason == "UNKNOWN_SAVE" and not self.ledger.durable and not self._cancelled:
             self._open_sent = False  # nothing of it is left there, everything here: send anew
             raise _BrokenStreamError("the writer has lost its journal")
         if reason == "CANCELLED" or self._cancelled:
@@ -460,14 +389,9 @@ class SaveStream:
 
     # --- the end ----------------------------------------------------------------------------------
 
-    def _verdict(self) -> ShardwrightError:
-        """Return why staging has to stop."""
-        return self._handle.error or SaveCancelledError("the save was cancelled")
-
     def _stop_staging(self) -> None:
-        self._ledger.stop()
-        with self._changed:
-            self._changed.notify_all()
+        self.ledger.stop()
+        self.layout.wake()
 
     def _end(self, error: ShardwrightError | None, event: Event | None = None) -> None:
         """The writer is done with this save: its slots are free, and the handle says so."""
@@ -481,4 +405,4 @@ class SaveStream:
         if event is not None:
             self._handle.apply(event, error)
         self._stop_staging()
-        self._ledger.release_all()
+        self.ledger.release_all()

@@ -79,9 +79,7 @@ def _check_name(path: str, name: str) -> None:
 
 
 def _refused(message: str, reason: str) -> SaveFailedError:
-    return SaveFailedError(
-        reason, message, hint="Choose another path", lost="Nothing was written"
-    )
+    return SaveFailedError(reason, message, hint="Choose another path", lost="Nothing was written")
 
 
 _lock = threading.Lock()

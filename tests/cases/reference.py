@@ -14,8 +14,8 @@ import numpy as np
 
 from shardwright.capture import capture
 from shardwright_writer.crc import fold_crcs, piece_crcs
-from shardwright_writer.formats.image import FileImage
 from shardwright_writer.formats import get_format
+from shardwright_writer.formats.image import FileImage
 from shardwright_writer.plan_codec import parse_plan
 
 if TYPE_CHECKING:

@@ -38,6 +38,8 @@ from shardwright_proto.v1 import writer_pb2_grpc
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    Hook = Callable[["Save | None", wire.SaveRequest], "str | None"]
+
 GAP_BYTE = 0xEE
 """What the writer puts between shards; the client never may."""
 
@@ -125,7 +127,9 @@ class FakeWriter:
         self.layout_seed = 1
         self.hold_acks = threading.Event()  # while set nothing becomes durable
         self.silent = threading.Event()  # while set no reply is sent at all
-        self.hook: Callable[[Save | None, wire.SaveRequest], str | None] = lambda save, request: None
+        self.hook: Callable[[Save | None, wire.SaveRequest], str | None] = lambda save, request: (
+            None
+        )
         self.generation = 0
         self.clients: dict[str, Client] = {}
         self.saves: dict[str, Save] = {}
@@ -157,7 +161,7 @@ class FakeWriter:
         self._address = f"{self.folder}/grpc.{self.generation}.sock"
         pool = futures.ThreadPoolExecutor(32)
         self._server = grpc.server(pool, options=[("grpc.so_reuseport", 0)])
-        writer_pb2_grpc.add_WriterServicer_to_server(Service(self), self._server)  # type: ignore[no-untyped-call]
+        writer_pb2_grpc.add_WriterServicer_to_server(Service(self), self._server)
         assert self._server.add_insecure_port(f"unix:{self._address}")
         self._server.start()
         self._up.set()
@@ -222,7 +226,11 @@ class FakeWriter:
                     return
 
     def _answer(
-        self, connection: socket.socket, client: Client | None, request: dict[str, Any], fds: list[int]
+        self,
+        connection: socket.socket,
+        client: Client | None,
+        request: dict[str, Any],
+        fds: list[int],
     ) -> Client | None:
         op, answer = request["op"], {"seq": request["seq"], "ok": True}
         if op in self.refuse:
@@ -243,13 +251,17 @@ class FakeWriter:
                     Segment(item["segment_id"], item["first_slot"], item["bytes"], fd, memory)
                 )
         elif op == "grow":
-            client.lease_bytes = max(client.lease_bytes, min(request["want_bytes"], self.lease_bytes))
+            client.lease_bytes = max(
+                client.lease_bytes, min(request["want_bytes"], self.lease_bytes)
+            )
             answer["lease_bytes"] = client.lease_bytes
         elif op == "target":
             client.targets[request["target_id"]] = fds[0]
         send_message(connection, answer)
         held = set(answer.get("known", [])) if op == "attach" else None
-        if op in ("attach", "grow", "offer") and not (op == "attach" and request["held"] and not held):
+        if op in ("attach", "grow", "offer") and not (
+            op == "attach" and request["held"] and not held
+        ):
             self._push(connection, client, held)
         return client
 
@@ -349,7 +361,9 @@ class FakeWriter:
         """Yield (offset in file, offset in window, count) of a window's shard pieces, in order."""
         window = save.client.window_bytes
         start = key[1] * window
-        for file, offset, nbytes in sorted(zip(save.files, save.offsets, save.plan.nbytes, strict=True)):
+        for file, offset, nbytes in sorted(
+            zip(save.files, save.offsets, save.plan.nbytes, strict=True)
+        ):
             begin, end = max(offset, start), min(offset + nbytes, start + window)
             if file == key[0] and begin < end:
                 yield begin, begin - start, end - begin
@@ -375,9 +389,7 @@ class FakeWriter:
             fd = os.open(f".{final}.tmp", flags, 0o666 & ~save.open.umask, dir_fd=save.folder_fd)
             with open(fd, "wb") as file:
                 file.write(image)
-            os.rename(
-                f".{final}.tmp", final, src_dir_fd=save.folder_fd, dst_dir_fd=save.folder_fd
-            )
+            os.rename(f".{final}.tmp", final, src_dir_fd=save.folder_fd, dst_dir_fd=save.folder_fd)
         return names
 
 
@@ -387,7 +399,7 @@ class Service(writer_pb2_grpc.WriterServicer):
     def __init__(self, writer: FakeWriter) -> None:
         self._writer = writer
 
-    def Save(  # type: ignore[override]
+    def Save(
         self, request_iterator: Iterator[wire.SaveRequest], context: grpc.ServicerContext
     ) -> Iterator[wire.SaveReply]:
         token = dict(context.invocation_metadata()).get(TOKEN_METADATA_KEY, "")
@@ -399,7 +411,9 @@ class Service(writer_pb2_grpc.WriterServicer):
         threading.Thread(target=stream.read, args=(request_iterator,), daemon=True).start()
         return stream.replies()
 
-    def Status(self, request: wire.StatusRequest, context: grpc.ServicerContext) -> wire.StatusReply:  # type: ignore[override]
+    def Status(
+        self, request: wire.StatusRequest, context: grpc.ServicerContext
+    ) -> wire.StatusReply:
         return wire.StatusReply(json=json.dumps({}))
 
 
@@ -462,7 +476,7 @@ class Stream:
     def _take(self, request: wire.SaveRequest) -> None:
         kind = request.WhichOneof("kind")
         with self._writer.lock:
-            getattr(self, f"_on_{kind}")(getattr(request, kind))
+            getattr(self, f"_on_{kind}")(getattr(request, str(kind)))
 
     def _on_open(self, message: wire.Open) -> None:
         writer = self._writer
@@ -510,16 +524,19 @@ class Stream:
                     data=layout[at : at + CHUNK_BYTES], last=at + CHUNK_BYTES >= len(layout)
                 )
                 self._out.put(wire.SaveReply(layout_chunk=chunk))
+        in_slots = sorted(save.received - save.durable.keys())
         opened = wire.Opened(
             window_bytes=self._client.window_bytes,
             resumed=resumed,
             durable=[wire.WindowRef(file=f, window=w) for f, w in save.durable],
-            received=[wire.WindowRef(file=f, window=w) for f, w in save.received - save.durable.keys()],
+            received=[
+                wire.WindowRef(file=f, window=w) for f, w in save.received - save.durable.keys()
+            ],
             have_skeleton=save.skeleton is not None,
             captured=save.captured,
             temporary_names=[f".{save.save_id}.0.swtmp"],
         )
-        self._waiting = sorted(save.received - save.durable.keys())
+        self._waiting = in_slots
         self._out.put(wire.SaveReply(opened=opened))
         if not self._open.skeleton_bytes:
             save.skeleton = b""
@@ -579,9 +596,7 @@ class Stream:
                     data = self._client.slot(save.slots[key])
                 writer.store(save, key, data)
                 self._client.slot_users.pop(save.slots.get(key, -1), None)
-                done.append(
-                    wire.DurableWindow(file=key[0], window=key[1], crc32=save.durable[key])
-                )
+                done.append(wire.DurableWindow(file=key[0], window=key[1], crc32=save.durable[key]))
             if done:
                 self._out.put(wire.SaveReply(acks=wire.Acks(durable=done)))
             if save.captured and save.durable.keys() >= save.expected:
@@ -605,7 +620,9 @@ class Stream:
         self._fail("CANCELLED", "cancelled by the client")
 
     def _fail(self, reason: str, message: str, hint: str = "") -> None:
-        failed = wire.Failed(reason=wire.Reason.Value(f"REASON_{reason}"), message=message, hint=hint)
+        failed = wire.Failed(
+            reason=wire.Reason.Value(f"REASON_{reason}"), message=message, hint=hint
+        )
         reply = wire.SaveReply(failed=failed)
         if self._save is not None:
             self._save.verdict = reply

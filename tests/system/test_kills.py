@@ -60,33 +60,50 @@ def test_thirty_moments_less_ten_with_the_trainer_alive(
 ) -> None:
     """SIGKILL and SIGSEGV in turn, both formats, both roads, first and overwriting saves."""
     state = state_of(1, MIB)
-    shardwright.prepare(state, format="torch")
-    took_s = timed(state, tmp_path / "warm.pt", "shared")
+    shardwright.prepare(state, format="torch", endpoint=writer.endpoint)
+    took_s = {
+        transport: max(timed(state, tmp_path / "warm.pt", transport, writer) for _ in range(3))
+        for transport in ("shared", "inline")
+    }
     rng = random.Random(7)
     kinds = itertools.cycle(itertools.product((".pt", ".safetensors"), ("shared", "inline")))
     for number in range(SERVER_KILLS):
         suffix, transport = next(kinds)
         path = tmp_path / f"save-{number % 8}{suffix}"
-        delay_s = rng.uniform(0, took_s * (3 if transport == "inline" else 1))
+        delay_s = rng.uniform(0, took_s[transport])
         number_of_signal = (signal.SIGKILL, signal.SIGSEGV)[number % 2]
         killer = threading.Timer(delay_s, writer.kill_server, (number_of_signal,))
         killer.start()
         started = time.monotonic()
         handle = shardwright.async_save(
-            state, path, transport=transport, on_error="raise"  # type: ignore[arg-type]
+            state,
+            path,
+            transport=transport,  # type: ignore[arg-type]
+            endpoint=writer.endpoint,
+            on_error="raise",
         )
         waited_s = time.monotonic() - started
         handle.committed(timeout_s=WAIT_S)
         killer.join()
         assert same(state, path), f"kill {number} after {delay_s:.3f} s: {path.name} differs"
         assert handle.progress.bytes_staged == handle.progress.bytes_total, "nothing copied twice"
-        assert waited_s < took_s * 4 + STALL_MAX_S, f"kill {number}: training waited {waited_s:.2f} s"
+        # On the inline road a save that is larger than the buffer waits for the writer as it is.
+        usual_s = took_s[transport]
+        assert waited_s < usual_s + STALL_MAX_S, f"kill {number}: training waited {waited_s:.2f} s"
         writer.wait_ready()
 
 
-def timed(state: dict[str, torch.Tensor], path: Path, transport: str) -> float:
+def timed(
+    state: dict[str, torch.Tensor], path: Path, transport: str, writer: WriterProcess
+) -> float:
     started = time.monotonic()
-    shardwright.save(state, path, transport=transport, on_error="raise")  # type: ignore[arg-type]
+    shardwright.save(
+        state,
+        path,
+        transport=transport,  # type: ignore[arg-type]
+        endpoint=writer.endpoint,
+        on_error="raise",
+    )
     return time.monotonic() - started
 
 
@@ -123,16 +140,16 @@ def test_a_trainer_that_dies_before_captured_leaves_nothing(
 
 
 def test_supervisor_and_server_killed_together_and_the_save_completes(
-    writer_factory: Callable[..., WriterProcess], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    writer_factory: Callable[..., WriterProcess], tmp_path: Path
 ) -> None:
     """The state is larger than the arena, so that windows are durable already, and gone from it."""
     first = writer_factory(memory_budget="64MiB")
-    monkeypatch.setenv("SHARDWRIGHT_ENDPOINT", first.endpoint)
     state = state_of(2, 512)
     result: list[shardwright.PendingSave] = []
 
     def run() -> None:
-        result.append(shardwright.async_save(state, tmp_path / "out.pt", on_error="raise"))
+        path, endpoint = tmp_path / "out.pt", first.endpoint
+        result.append(shardwright.async_save(state, path, endpoint=endpoint, on_error="raise"))
 
     thread = threading.Thread(target=run)
     thread.start()

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from tests.conftest import WriterProcess
 
 from shardwright_writer.status import ClientStatus, SaveStatus, WriterStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from tests.conftest import WriterProcess
 
 WRITER = (sys.executable, "-m", "shardwright_writer.cli")
 
@@ -149,6 +149,22 @@ def test_the_server_does_not_outlive_a_killed_supervisor(
     assert second.status()["generation"] == 1
 
 
+@pytest.mark.root
+def test_the_writer_can_be_a_containers_first_process(short_path: Path, tmp_path: Path) -> None:
+    path = str(short_path / "w.sock")
+    serve = [*WRITER, "serve", "--node-local", "--socket", path, "--root", str(tmp_path)]
+    namespace = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    with (short_path / "log").open("wb") as log:
+        container = subprocess.Popen([*namespace, *serve], stdout=log, stderr=log)
+    try:
+        writer = WriterProcess(container, path, tmp_path, short_path / "log")
+        writer.wait_ready()
+        assert "supervisor[1] listening" in writer.log
+    finally:
+        container.kill()
+        container.wait()
+
+
 def test_a_snapshot_survives_json_and_a_newer_writers_fields() -> None:
     client = ClientStatus("c", "job", 0, 7, 1000, "shared", True, 1 << 28, 1 << 24, 16, 3)
     save = SaveStatus("s", "job", 0, 2, 40, "/x/y.pt", "RECEIVING", "receiving", 1, 0, 9, 0.5, 0.1)
@@ -205,3 +221,19 @@ def make_status(**changes: Any) -> WriterStatus:
         "saves": [],
     }
     return WriterStatus(**values | changes)
+
+
+def test_verify_tells_intact_damaged_and_nothing_apart(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    torch.save({"weight": torch.arange(1000.0)}, path)
+    intact = run("verify", str(path))
+    assert intact.returncode == 0 and "intact: 1 files" in intact.stdout
+    data = bytearray(path.read_bytes())
+    data[data.index(torch.arange(1000.0).numpy().tobytes()) + 7] ^= 1
+    path.write_bytes(data)
+    damaged = run("verify", str(path))
+    assert damaged.returncode == 1 and "DAMAGED, 1 problems" in damaged.stdout
+    report = json.loads(run("verify", "--json", str(tmp_path)).stdout)
+    assert report["ok"] is False and report["problems"][0]["file"] == "state.pt"
+    path.unlink()
+    assert run("verify", str(tmp_path)).returncode == 2

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 FORM = get_format("safetensors")
 
+deserialize: Callable[[bytes], list[tuple[str, Any]]] = safetensors.deserialize
+
 
 def plan_with(**changes: Any) -> Plan:
     fields: dict[str, Any] = {
@@ -152,14 +154,16 @@ def test_any_names_any_split_are_covered_and_read_back(
             end += nbytes
         assert file.size == end
         raw = file.literal_blob + bytes(file.size - len(file.literal_blob))
-        held = dict(safetensors.deserialize(raw))
+        held = dict(deserialize(raw))
         assert set(held) == {plan.names[row] for row in file.shards.tolist()}
     assert seen == set(range(len(rows)))
 
 
 def hub_split(sizes: list[int], limit: int) -> list[list[int]]:
     """huggingface_hub's split_state_dict_into_shards_factory, with rows for tensors."""
-    shard_list, current, current_size = [], [], 0
+    shard_list: list[list[int]] = []
+    current: list[int] = []
+    current_size = 0
     for key, size in enumerate(sizes):
         if size > limit:
             shard_list.append([key])
@@ -305,5 +309,5 @@ def test_python_objects_are_refused() -> None:
 
 
 def test_an_unknown_format_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(UnsupportedError, match="'onnx'.*safetensors, torch"):
+    with pytest.raises(UnsupportedError, match=r"'onnx'.*safetensors, torch"):
         get_format("onnx")

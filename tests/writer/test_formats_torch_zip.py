@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.serialization import config as serialization_config
 
 from shardwright_writer.crc import crc32
 from shardwright_writer.formats import get_format, torch_zip, zip_bytes
@@ -125,10 +126,12 @@ def test_torch_load_maps_it_to_meta_and_fake_tensors_at_true_offsets(saved: Path
 def test_torch_never_computes_offsets_instead_of_reading_them(
     saved: Path, wanted: dict[str, Any]
 ) -> None:
-    from torch.utils.serialization import config
-
-    with config.patch({"load.calculate_storage_offsets": True}):
+    before = serialization_config.load.calculate_storage_offsets
+    serialization_config.load.calculate_storage_offsets = True
+    try:
         assert_same(torch.load(saved, weights_only=True, mmap=True), wanted)
+    finally:
+        serialization_config.load.calculate_storage_offsets = before
 
 
 def test_torch_finds_no_unsafe_globals_and_no_torchscript(saved: Path) -> None:

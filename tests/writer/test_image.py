@@ -110,7 +110,7 @@ def test_pieces_are_the_shard_bytes_in_file_order(plan: FilePlan, window: int) -
             with_shards.append(index)
         columns = (pieces.shard, pieces.begin, pieces.nbytes, pieces.first_in_shard)
         for shard, begin, nbytes, first in zip(*(c.tolist() for c in columns), strict=True):
-            assert 0 <= begin and begin + nbytes <= window
+            assert begin >= 0 and begin + nbytes <= window
             seen += [(shard, first + at, start + begin + at) for at in range(nbytes)]
     rows = zip(
         plan.shards.tolist(), plan.shard_offset.tolist(), plan.shard_nbytes.tolist(), strict=True

@@ -227,6 +227,7 @@ class Inheritance:
     config: Config
     control_fd: int  # the server's end of the pair; wrap it in a socket for FdStore
     lock_fd: int  # keep it open: while it is, no second writer can start
+    supervisor_pid: int  # the parent; 1 in a container whose first process it is
 
 
 def server_arguments(inheritance: Inheritance) -> list[str]:
@@ -234,6 +235,7 @@ def server_arguments(inheritance: Inheritance) -> list[str]:
     return [
         *("--control-fd", str(inheritance.control_fd)),
         *("--lock-fd", str(inheritance.lock_fd)),
+        *("--supervisor-pid", str(inheritance.supervisor_pid)),
         *("--config", inheritance.config.to_json()),
     ]
 
@@ -243,8 +245,14 @@ def read_server_arguments(arguments: Sequence[str]) -> Inheritance:
     parser = argparse.ArgumentParser(description="Started by the supervisor, never by hand.")
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--lock-fd", type=int, required=True)
+    parser.add_argument("--supervisor-pid", type=int, required=True)
     parser.add_argument("--config", required=True)
     options = parser.parse_args(arguments)
     for fd in (options.control_fd, options.lock_fd):
         os.set_inheritable(fd, False)
-    return Inheritance(Config.from_json(options.config), options.control_fd, options.lock_fd)
+    return Inheritance(
+        Config.from_json(options.config),
+        options.control_fd,
+        options.lock_fd,
+        options.supervisor_pid,
+    )

@@ -107,6 +107,7 @@ def build_entry(
     created: str | None = None,
 ) -> Entry:
     """Describe a finished save. inodes: of its files in order, the index last."""
+    assert len(inodes) == len(save_plan.files) + (save_plan.index is not None)
     files = [
         FileRecord(file.name, file.size, inode, None, literal_crc)
         for file, inode, literal_crc in zip(save_plan.files, inodes, literal_crcs, strict=False)

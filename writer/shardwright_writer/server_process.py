@@ -77,7 +77,7 @@ def spawn_server(
         for key, fd in stored.items():
             outgoing.append((restore_message(key), os.dup(fd)))
         outgoing.append((start_message(start.generation, start.crashes), None))
-        inheritance = Inheritance(config, theirs.fileno(), lock_fd)
+        inheritance = Inheritance(config, theirs.fileno(), lock_fd, os.getpid())
         pid = _spawn([*command, *server_arguments(inheritance)], theirs.fileno(), lock_fd)
     except OSError:
         ours.close()

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 BACKOFF_S: Final = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0)
+READY_BACKOFF_S_MAX: Final = 0.4
+"""A server that was ready had clients, and training may wait for the next one (2 s at most)."""
 HEALTHY_AFTER_S: Final = 60.0
 START_ATTEMPTS_MAX: Final = 6
 """If no server ever became ready, another start will not help: say so and end."""
@@ -264,9 +266,9 @@ class Supervisor:
             logger.error("%s: it gave up draining", what)
             self._exit_status = 1
         else:
-            self._plan_restart(what, lived_s)
+            self._plan_restart(what, lived_s, server.ready)
 
-    def _plan_restart(self, what: str, lived_s: float) -> None:
+    def _plan_restart(self, what: str, lived_s: float, was_ready: bool) -> None:
         """Start the next one soon. While draining too: journaled saves can still be finished."""
         self._crashes += 1
         self._crashes_in_row = 1 if lived_s >= HEALTHY_AFTER_S else self._crashes_in_row + 1
@@ -278,6 +280,8 @@ class Supervisor:
             self._exit_status = 1
         else:
             delay_s = BACKOFF_S[min(self._crashes_in_row, len(BACKOFF_S)) - 1]
+            if was_ready:
+                delay_s = min(delay_s, READY_BACKOFF_S_MAX)
             self._start_at_s = time.monotonic() + delay_s
             logger.error("%s: starting the next in %.1f s", what, delay_s)
 

@@ -28,6 +28,7 @@ _dtype_of = attrgetter("dtype")
 _requires_grad_of = attrgetter("requires_grad")
 _is_cpu = attrgetter("is_cpu")
 _attributes_of = attrgetter("__dict__")
+_storage_offset: Callable[[torch.Tensor], int] = torch.Tensor.storage_offset  # type: ignore[assignment]
 
 UNREADABLE = (RuntimeError, NotImplementedError)
 """What torch raises for tensors that have no strided memory (sparse, vmap's, functional, ...)."""
@@ -68,7 +69,7 @@ class Columns:
             strides=strides,
             dtypes=dtypes,
             requires_grad=list(map(_requires_grad_of, tensors)),
-            storage_offsets=list(map(torch.Tensor.storage_offset, tensors)),
+            storage_offsets=list(map(_storage_offset, tensors)),
             storage_nbytes=list(map(_storage_bytes, map(_storage_of, tensors))),
             extents=_extents(tensors, shapes, strides, contiguous),
             contiguous=all(contiguous),
@@ -91,7 +92,7 @@ class Columns:
                 and _all_equal(map(torch.Tensor.stride, tensors), self.strides)
                 and list(map(_dtype_of, tensors)) == self.dtypes
                 and list(map(_requires_grad_of, tensors)) == self.requires_grad
-                and list(map(torch.Tensor.storage_offset, tensors)) == self.storage_offsets
+                and list(map(_storage_offset, tensors)) == self.storage_offsets
                 and list(map(_storage_bytes, map(_storage_of, tensors))) == self.storage_nbytes
                 and _flags(tensors, self.dtypes) == self.flags
                 and _elsewhere(tensors) == self.elsewhere

@@ -16,7 +16,7 @@ import torch
 from shardwright_proto.limits import NAME_BYTES_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 ROOT: Final = "<root>"
 UNKNOWN: Final = "<unnamed>"
@@ -28,12 +28,14 @@ _FUNCTIONS: Final = (types.FunctionType, types.BuiltinFunctionType, types.Method
 class Namer:
     """Names for what stands in an object, looked up when somebody asks.
 
-    owners: (subject, owner) pairs for subjects that exist only while their owner is pickled:
-    they go by its name.
+    owners: of subjects that exist only while their owner is pickled; they go by its name.
     """
 
-    def __init__(self, obj: object, owners: Iterable[tuple[object, object]] = ()) -> None:
+    def __init__(
+        self, obj: object, subjects: Sequence[object] = (), owners: Sequence[object] = ()
+    ) -> None:
         self._obj = obj
+        self._subjects = subjects
         self._owners = owners
         self._names: dict[int, str] | None = None
         self._deep = False
@@ -52,7 +54,7 @@ class Namer:
             self._names = find(self._obj, deep=True) | self._names
             found = list(map(self._names.get, map(id, subjects)))
         if None in found:
-            owner_of = {id(subject): owner for subject, owner in self._owners}
+            owner_of = dict(zip(map(id, self._subjects), self._owners, strict=True))
             found = [
                 self._names.get(id(owner_of.get(id(subject))), UNKNOWN) if name is None else name
                 for subject, name in zip(subjects, found, strict=True)

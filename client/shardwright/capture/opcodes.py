@@ -136,9 +136,7 @@ class OpcodeWriter:
         """Yield, by tensor, all that its opcodes depend on but its record's key and offset."""
         columns, records = self._columns, self._records
         count = len(records.record_of)
-        flagged = [
-            {i for i, flag in columns.flags if flag == which} for which in ("conj", "neg")
-        ]
+        flagged = [{i for i, flag in columns.flags if flag == which} for which in ("conj", "neg")]
         return zip(
             columns.dtypes,
             columns.shapes,
@@ -147,7 +145,10 @@ class OpcodeWriter:
             self._is_parameter,
             map(records.nbytes.__getitem__, records.record_of),
             map(self._locations.__getitem__, records.record_of),
-            *(map(which.__contains__, range(count)) if which else repeat(False) for which in flagged),
+            *(
+                map(which.__contains__, range(count)) if which else repeat(False)
+                for which in flagged
+            ),
             strict=False,  # repeat() never ends
         )
 
@@ -192,9 +193,7 @@ class OpcodeWriter:
         item = dtype.itemsize if class_name else 1
         head = self._atom(_REBUILD_PARAMETER) + _MARK if is_parameter else b""
         head += self._atom(_REBUILD_V2 if class_name else _REBUILD_V3) + _MARK
-        before, behind = self._storage(
-            class_name or _UNTYPED, record_nbytes // item, location
-        )
+        before, behind = self._storage(class_name or _UNTYPED, record_nbytes // item, location)
         tail = integers(shape) + integers(stride)
         tail += _BOOLEANS[requires_grad and not is_parameter] + self._no_hooks()
         if not class_name:

@@ -18,7 +18,7 @@ from shardwright.capture.base import Capture
 from shardwright.capture.cache import StructureCache
 from shardwright.capture.columns import Columns, read_addresses
 from shardwright.capture.names import Namer, fit, key_text
-from shardwright.capture.source import DeviceSource, RelayoutSource
+from shardwright.capture.source import DeviceSource, RelayoutSource, storage_begin
 from shardwright.capture.subjects import read_columns
 from shardwright.errors import UnsupportedObjectError
 from shardwright_proto.limits import DIMS_MAX, NAME_BYTES_MAX
@@ -80,6 +80,8 @@ def capture_safetensors(
         known = _known.find(key)
         if known is not None and known.columns.same_as(tensors, attributes=True):
             columns = replace(known.columns, addresses=read_addresses(tensors))
+            if storages.null_address(columns) is not None:
+                columns = _read(obj, keys, tensors)
             if columns.addresses != known.columns.addresses:
                 _refuse_shared(columns, tensors, keys)
             return _assemble(known.plan, columns, known.packed, tensors)
@@ -109,10 +111,14 @@ def shard_bytes(size: int | str | None) -> int:
     if size is None:
         return 0
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B|)\s*", str(size).upper())
-    if isinstance(size, bool) or found is None or not (
-        value := int(float(found[1]) * _UNITS[found[2]])
-        if "." in found[1]
-        else int(found[1]) * _UNITS[found[2]]
+    if (
+        isinstance(size, bool)
+        or found is None
+        or not (
+            value := int(float(found[1]) * _UNITS[found[2]])
+            if "." in found[1]
+            else int(found[1]) * _UNITS[found[2]]
+        )
     ):
         raise UnsupportedObjectError(
             f"max_shard_size {size!r} is no size", hint='Give bytes, or "5GB", "500MB", "2GiB"'
@@ -168,11 +174,14 @@ def _value_refusal(value: Any) -> tuple[str, str] | None:
             return f"is a {cls.__qualname__}, no tensor", f'{flat} format="torch"'
         if hasattr(value, "full_tensor") or hasattr(value, "to_local"):
             return "is a DTensor", "Pass value.full_tensor() or value.to_local()"
-        return f"is a {cls.__qualname__}, a tensor subclass", f"Unwrap it, or {other[0].lower()}{other[1:]}"
+        return (
+            f"is a {cls.__qualname__}, a tensor subclass",
+            f"Unwrap it, or {other[0].lower()}{other[1:]}",
+        )
     if value.is_quantized:
         return "is quantised", other
     if value.layout is not torch.strided:
-        return f"has layout {value.layout}", "Pass to_dense(), or use format=\"torch\""
+        return f"has layout {value.layout}", 'Pass to_dense(), or use format="torch"'
     if value.is_nested:
         return "is a nested tensor", other
     if value.dtype not in DTYPES:
@@ -214,14 +223,12 @@ def _packed(columns: Columns, tensors: list[torch.Tensor]) -> set[int]:
 def _assemble(
     built: plan.Plan, columns: Columns, packed: list[int], tensors: list[torch.Tensor]
 ) -> Capture:
-    sources: dict[int, Source] = {
-        i: RelayoutSource(tensors[i]) for i in packed if built.nbytes[i]
-    }
+    sources: dict[int, Source] = {i: RelayoutSource(tensors[i]) for i in packed if built.nbytes[i]}
     for index, _ in columns.elsewhere:
         if index not in sources and built.nbytes[index]:
             tensor = tensors[index]
-            begin = tensor.storage_offset() * tensor.element_size()
-            sources[index] = DeviceSource(tensor.untyped_storage(), begin, built.nbytes[index])
+            storage, begin = tensor.untyped_storage(), storage_begin(tensor)
+            sources[index] = DeviceSource(storage, begin, built.nbytes[index])
     addresses = columns.addresses
     if sources:
         addresses = [0 if index in sources else at for index, at in enumerate(addresses)]

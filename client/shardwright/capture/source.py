@@ -107,6 +107,11 @@ def storage_bytes(storage: torch.UntypedStorage, begin: int, nbytes: int) -> tor
     return view.set_(storage, begin, (nbytes,), (1,))
 
 
+def storage_begin(tensor: torch.Tensor) -> int:
+    """Return how many bytes of its storage lie before a tensor's first element."""
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
 def extent_elements(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     """Return how many elements lie between a tensor's first and last, both counted."""
     if 0 in shape:
@@ -158,7 +163,7 @@ def _raw_copy_on_host(tensor: torch.Tensor, stream: Any) -> torch.Tensor:
     """Bring the bytes behind a device tensor to the host as they lie: no work on the device."""
     shape, stride = tuple(tensor.shape), tensor.stride()
     nbytes = extent_elements(shape, stride) * tensor.element_size()
-    begin = tensor.storage_offset() * tensor.element_size()
+    begin = storage_begin(tensor)
     raw = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     with _on_stream(stream):
         raw.copy_(storage_bytes(tensor.untyped_storage(), begin, nbytes))

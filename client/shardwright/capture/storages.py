@@ -98,6 +98,19 @@ def beyond_storage(columns: Columns) -> int | None:
     )
 
 
+def null_address(columns: Columns) -> int | None:
+    """Return the first tensor with elements and no memory behind them, if there is one."""
+    if 0 not in columns.addresses and not any(columns.storage_offsets):
+        return None
+    facts = zip(
+        columns.addresses, columns.storage_offsets, columns.dtypes, columns.extents, strict=True
+    )
+    for index, (address, offset, dtype, extent) in enumerate(facts):
+        if extent and address == offset * dtype.itemsize:
+            return index
+    return None
+
+
 def group(
     columns: Columns, tensors: list[torch.Tensor], storages: Sequence[WholeStorage] = ()
 ) -> Records:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from shardwright.capture.columns import UNREADABLE, Columns, any_attributes
-from shardwright.capture.storages import WholeStorage, beyond_storage
+from shardwright.capture.storages import STORAGE_CLASSES, WholeStorage, beyond_storage, null_address
 from shardwright.capture.torch_pickle import NO_STORAGE_DEVICES
 from shardwright.errors import UnsupportedObjectError
 
@@ -72,6 +72,8 @@ def read_ahead(found: list[torch.Tensor]) -> Ahead | None:
         columns = Columns.read(tensors)
     except UNREADABLE:
         return None
+    if null_address(columns) is not None:
+        return None
     hooked = any(columns.requires_grad) and any(t._backward_hooks for t in tensors)
     if (
         hooked
@@ -91,9 +93,7 @@ def divide(pickled: Pickled, namer: Namer, ahead: Ahead | None = None) -> Subjec
     subjects = pickled.subjects
     if ahead is not None:
         _check(ahead.columns, ahead.tensors, namer)
-        return Subjects(
-            ahead.sequence, ahead.tensors, ahead.tensors, ahead.columns, [], [], [], []
-        )
+        return Subjects(ahead.sequence, ahead.tensors, ahead.tensors, ahead.columns, [], [], [], [])
     if set(map(type, subjects)) <= _TENSORS:
         sequence, originals = number(subjects)
         tensors, columns = read_columns(originals, namer)
@@ -105,21 +105,23 @@ def divide(pickled: Pickled, namer: Namer, ahead: Ahead | None = None) -> Subjec
     tensors, columns = read_columns(originals, namer)
     it = Subjects([], originals, tensors, columns, [], [], [], [])
     remaining = iter(numbers)
+    number_of: dict[int, int] = {}
     for subject, yes in zip(subjects, is_tensor, strict=True):
-        it.sequence.append(next(remaining) if yes else _add_storage(it, subject, namer))
+        it.sequence.append(next(remaining) if yes else _add_storage(it, number_of, subject, namer))
     return it
 
 
-def read_columns(
-    originals: list[torch.Tensor], namer: Namer
-) -> tuple[list[torch.Tensor], Columns]:
+def read_columns(originals: list[torch.Tensor], namer: Namer) -> tuple[list[torch.Tensor], Columns]:
     """Return tensors with memory in the originals' places, and their columns."""
-    tensors = originals
     try:
-        columns = Columns.read(tensors)
+        columns = Columns.read(originals)
+        _check(columns, originals, namer)
+        if null_address(columns) is None:
+            return originals, columns
     except UNREADABLE:
-        tensors = [_with_memory(tensor, namer) for tensor in originals]
-        columns = Columns.read(tensors)
+        pass  # one of them: which, is found out below
+    tensors = [_with_memory(tensor, namer) for tensor in originals]
+    columns = Columns.read(tensors)
     _check(columns, originals, namer)
     return tensors, columns
 
@@ -129,11 +131,11 @@ def _check(columns: Columns, originals: list[torch.Tensor], namer: Namer) -> Non
     for index, device in columns.elsewhere:
         if device.type == "meta":
             raise without_data(namer.name(originals[index]))
-    index = beyond_storage(columns)
-    if index is not None:
-        name = namer.name(originals[index])
+    freed = beyond_storage(columns)
+    if freed is not None:
+        name = namer.name(originals[freed])
         raise UnsupportedObjectError(
-            f"{name!r} reaches beyond its storage of {columns.storage_nbytes[index]} bytes: "
+            f"{name!r} reaches beyond its storage of {columns.storage_nbytes[freed]} bytes: "
             "it was freed or shrunk",
             (name,),
             FREED_HINT,
@@ -158,32 +160,45 @@ def shared_bytes(names: list[str]) -> UnsupportedObjectError:
 
 def _with_memory(tensor: torch.Tensor, namer: Namer) -> torch.Tensor:
     """Return a tensor itself, or zeros for a ZeroTensor; refuse what has no strided memory."""
+    if tensor._is_zerotensor():
+        return torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device)
     try:
-        Columns.read([tensor])
+        columns = Columns.read([tensor])
     except UNREADABLE as error:
-        if tensor._is_zerotensor():
-            return torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        name = namer.name(tensor)
-        raise UnsupportedObjectError(
-            f"{name!r} ({tensor.layout}) has no memory that could be saved: {error}",
-            (name,),
-            "Convert it to a dense tensor (to_dense), outside of torch.func transforms",
-        ) from error
+        raise _without_memory(tensor, namer) from error
+    if null_address(columns) is not None and beyond_storage(columns) is None:
+        raise _without_memory(tensor, namer)
     return tensor
 
 
-def _add_storage(it: Subjects, subject: Any, namer: Namer) -> int:
+def _without_memory(tensor: torch.Tensor, namer: Namer) -> UnsupportedObjectError:
+    name = namer.name(tensor)
+    return UnsupportedObjectError(
+        f"{name!r} ({tensor.layout}) has no memory that could be saved as it is",
+        (name,),
+        "Convert it to a dense tensor (to_dense), and save outside of torch.func transforms",
+    )
+
+
+def _add_storage(it: Subjects, number_of: dict[int, int], subject: Any, namer: Namer) -> int:
     """Note one appearance of a storage; return what stands for it in the sequence."""
     storage: torch.UntypedStorage
     if isinstance(subject, torch.TypedStorage):
         storage, dtype = subject._untyped_storage, subject.dtype
-        class_name = subject._pickle_storage_type()
+        class_name = STORAGE_CLASSES.get(dtype, "")
     else:
         storage, dtype, class_name = subject, torch.uint8, "UntypedStorage"
     if storage.device.type == "meta":
         raise without_data(namer.name(subject))
+    if not class_name:
+        name = namer.name(subject)
+        raise UnsupportedObjectError(
+            f"{name!r} is a TypedStorage of {dtype}, which torch cannot pickle",
+            (name,),
+            "Save a tensor over it, or its untyped storage",
+        )
     key = storage._cdata
-    index = next((i for i, known in enumerate(it.storages) if known.key == key), len(it.storages))
+    index = number_of.setdefault(key, len(it.storages))
     if index == len(it.storages):
         address = storage.data_ptr() if storage.device.type == "cpu" else 0
         it.storages.append(WholeStorage(key, storage.nbytes(), dtype, address))

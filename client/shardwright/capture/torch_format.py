@@ -18,7 +18,7 @@ from shardwright.capture.cache import StructureCache
 from shardwright.capture.columns import Columns, read_addresses
 from shardwright.capture.names import Namer, find_unpicklable
 from shardwright.capture.opcodes import OpcodeWriter
-from shardwright.capture.source import DeviceSource, RelayoutSource
+from shardwright.capture.source import DeviceSource, RelayoutSource, storage_begin
 from shardwright.capture.storages import Records, SharedBytesError
 from shardwright.capture.subjects import Subjects, divide, number, read_ahead, shared_bytes
 from shardwright.capture.torch_pickle import Pickled, RefusedError
@@ -74,7 +74,7 @@ def _capture_known(obj: object, seen: Structure, known: _Known) -> Capture | Non
     if sequence != known.sequence or not known.columns.same_as(tensors):
         return None
     columns = replace(known.columns, addresses=read_addresses(tensors))
-    if not _same_sharing(known, columns, tensors):
+    if storages.null_address(columns) is not None or not _same_sharing(known, columns, tensors):
         return None
     skeleton = known.skeleton
     if seen.opaque or seen.leaves != known.leaves:
@@ -102,7 +102,7 @@ def _same_sharing(known: _Known, columns: Columns, tensors: list[torch.Tensor]) 
 def _capture_new(obj: object, seen: Structure | None) -> Capture:
     ahead = read_ahead(seen.tensors) if seen is not None else None
     pickled = _pickle(obj, set(map(id, ahead.tensors)) if ahead is not None else ())
-    namer = Namer(obj, zip(pickled.subjects, pickled.owners, strict=True))
+    namer = Namer(obj, pickled.subjects, pickled.owners)
     found_all = seen is not None and _walk_found_all(pickled, seen)
     it = divide(pickled, namer, ahead if found_all else None)
     try:
@@ -162,11 +162,14 @@ def _pickle(obj: object, plain: Container[int]) -> Pickled:
         ) from error
     except Exception as error:
         name, culprit = find_unpicklable(obj, _pickles)
+        opaque = isinstance(culprit, torch.Tensor)
         raise UnsupportedObjectError(
             f"{name!r} ({type(culprit).__qualname__}) cannot be pickled: "
             f"{type(error).__name__}: {error}",
             (name,),
-            "Leave it out, or replace it by something that torch.save takes",
+            "Convert it to a dense tensor (to_dense)"
+            if opaque
+            else "Leave it out, or replace it by something that torch.save takes",
         ) from error
 
 
@@ -195,9 +198,7 @@ def _shapes(records: Records) -> list[tuple[int, ...]]:
         return records.shapes
     return [
         shape if len(shape) <= DIMS_MAX else (nbytes // dtype.itemsize,)
-        for shape, nbytes, dtype in zip(
-            records.shapes, records.nbytes, records.dtypes, strict=True
-        )
+        for shape, nbytes, dtype in zip(records.shapes, records.nbytes, records.dtypes, strict=True)
     ]
 
 
@@ -273,13 +274,13 @@ def _sources(
                 sources[record] = DeviceSource(storage, 0, nbytes)
         elif index in elsewhere:
             tensor = tensors[index]
-            begin = tensor.storage_offset() * tensor.element_size() - records.deltas[record]
+            begin = storage_begin(tensor) - records.deltas[record]
             sources[record] = DeviceSource(tensor.untyped_storage(), begin, nbytes)
     return sources
 
 
 def _elements(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a view of every element once, as it lies in memory: conj and neg stay in the pickle."""
+    """Return a view of each element once, as in memory: conj and neg stand in the pickle."""
     raw = tensor.detach()
     if raw.is_conj():
         raw = raw.conj()

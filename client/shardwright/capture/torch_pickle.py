@@ -11,6 +11,8 @@ from __future__ import annotations
 import pickle
 import secrets
 import sys
+import types
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -28,6 +30,17 @@ _NONCE_BYTES: Final = 24
 _MEMO_ROUNDING: Final = 1024
 
 _ATOMS: Final = frozenset({str, int, float, bool, type(None), bytes, dict, list, tuple})
+_NAMELESS: Final = frozenset(
+    {
+        types.FunctionType,
+        types.BuiltinFunctionType,
+        OrderedDict,
+        torch.Size,
+        torch.dtype,
+        torch.device,
+        torch.layout,
+    }
+)
 NO_STORAGE_DEVICES: Final = frozenset({"xla", "maia", "mtia"})
 _STORAGES: Final = (torch.TypedStorage, torch.UntypedStorage)
 _PLAIN_ON_CPU: Final = (torch.strided, False, False, True)
@@ -125,7 +138,8 @@ class _Subjects:
                 return number
             elif isinstance(obj, torch.Tensor):
                 _check_subclass(obj)
-            owner = obj
+            if cls not in _NAMELESS and not isinstance(obj, type):
+                owner = obj
             return None
 
         return persistent_id
@@ -218,7 +232,7 @@ def _holds_its_data(tensor: torch.Tensor) -> bool:
 
 
 def _state_of(tensor: torch.Tensor) -> dict[str, Any]:
-    state = torch._utils._get_obj_state(tensor)
+    state = torch._utils._get_obj_state(tensor)  # type: ignore[no-untyped-call]
     if isinstance(state, tuple):
         merged: dict[str, Any] = {}
         for part in state:
