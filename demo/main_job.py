@@ -63,7 +63,7 @@ class Kill:
 
 def main() -> int:
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="shardwright-demo-", dir=HERE.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix="shardwright-demo-") as folder:
         root = Path(folder)
         with writer(root) as supervisor:
             killer = Killer(root, supervisor)
@@ -94,7 +94,7 @@ def writer(root: Path) -> Iterator[subprocess.Popen[bytes]]:
         *(sys.executable, "-m", "shardwright_writer.cli", "serve", "--node-local"),
         *("--socket", str(socket), "--memory-budget", "256MiB", "--root", str(root)),
     ]
-    console.print("$ writer", *command[3:])
+    console.print("$ writer", *command[3:], soft_wrap=True)
     process = subprocess.Popen(command, stdout=log, stderr=log)
     os.environ["SHARDWRIGHT_ENDPOINT"] = f"unix://{socket}"
     try:

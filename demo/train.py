@@ -102,6 +102,7 @@ def train(
             batch_size=BATCH,
             sampler=range(first, options.steps * BATCH),
             num_workers=1,
+            generator=torch.Generator(),  # else starting the workers draws from the model's RNG
             multiprocessing_context="fork",
         )
     )

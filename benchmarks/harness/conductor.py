@@ -53,7 +53,6 @@ class Track:
     """One system's memory reference and its figures so far."""
 
     idle_anon_bytes: int = 0
-    held_shared_bytes: int = 0  # shared memory that it keeps between saves
     rounds: list[Figures] = field(default_factory=list)
     failure: str = ""
 
@@ -179,13 +178,7 @@ class Conductor:
         if SYSTEMS[name].writer:
             for other in self._neighbours(name):
                 other.idle_anon_bytes = after.anon_bytes
-        self._share(name, after.shared_bytes - before.shared_bytes)
         self._say(f"{name}: ready in {reply['attach_s']:.2f} s")
-
-    def _share(self, name: str, grown_bytes: int) -> None:
-        """Book shared memory that a trainer's systems keep from now on (arena, staging buffer)."""
-        for track in self._neighbours(name):
-            track.held_shared_bytes = max(0, track.held_shared_bytes + grown_bytes)
 
     def _neighbours(self, name: str) -> list[Track]:
         """Return the tracks of all systems in the same trainer process, this one among them."""
@@ -235,25 +228,25 @@ class Conductor:
             {pid for root in roots for pid in descendants(root)} - known
         )  # fmt: skip
         figures.update(extra_memory(track, reading))
-        self._share(name, reading.end.shared_bytes - reading.start.shared_bytes)
         return figures
 
 
 def extra_memory(track: Track, reading: Reading) -> Figures:
     """Work out what a save used over the trainer and an idle attached writer, at its worst.
 
-    Shared memory that the system keeps between saves counts in full: it was not there before the
-    system was. Other people's shared and dirty memory is taken off as it stood at the start.
+    Shared memory counts in full, also what the system keeps between saves (an arena, a staging
+    buffer): it was not there before the system was. Dirty pages count from what was dirty before.
     """
     peak, start = reading.peak, reading.start
     anon_bytes = peak.anon_bytes - track.idle_anon_bytes
-    shared_bytes = peak.shared_bytes - start.shared_bytes + track.held_shared_bytes
+    shared_bytes = peak.shared_bytes
     dirty_bytes = peak.dirty_bytes - start.dirty_bytes
     return {
         "peak_extra_bytes": anon_bytes + shared_bytes + dirty_bytes,
         "peak_anon_bytes": anon_bytes,
         "peak_shared_bytes": shared_bytes,
         "peak_dirty_bytes": dirty_bytes,
+        "machine_shared_bytes": peak.machine_shared_bytes - start.machine_shared_bytes,
         "samples": reading.samples,
         "sample_gap_s_max": reading.gap_s_max,
         "meter_cpu_s": reading.cpu_s,

@@ -10,16 +10,12 @@ import argparse
 import importlib.metadata
 import json
 import os
+import socket
 import sys
-from typing import TYPE_CHECKING
 
 from shardwright import config
-from shardwright.errors import SaveFailedError, WriterUnavailableError
-from shardwright.handshake import Handshake
+from shardwright_proto.control import ControlProtocolError, receive_message, send_message
 from shardwright_proto.limits import WIRE_VERSION
-
-if TYPE_CHECKING:
-    from shardwright_proto.control import Message
 
 EXIT_STATUS = """\
 EXIT STATUS
@@ -67,24 +63,23 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _ask(path: str, timeout_s: float) -> str | None:
     """Return why no writer answers at path; None if one does."""
-    refusals: list[str] = []
-
-    def on_push(_handshake: Handshake, message: Message, fds: list[int]) -> None:
-        for fd in fds:
-            os.close(fd)
-        if message["push"] == "refused":
-            refusals.append(f"refused: {message.get('message')} ({message.get('hint')})")
-
-    try:
-        handshake = Handshake(path, timeout_s, on_push)
-    except OSError as error:
-        return f"no writer: {error}"
-    try:
-        handshake.request("status", timeout_s)
-    except (SaveFailedError, WriterUnavailableError) as error:
-        return refusals[0] if refusals else str(error)
-    finally:
-        handshake.close()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(timeout_s)
+        try:
+            sock.connect(path)
+            send_message(sock, {"op": "status", "seq": 1})
+            received = receive_message(sock)
+        except TimeoutError:
+            return f"the writer did not answer within {timeout_s:g} s: see its log"
+        except (OSError, ControlProtocolError) as error:
+            return f"no writer: {error}"
+    if received is None:
+        return "the writer hung up: its server has just died; ask again"
+    answer, fds = received
+    for fd in fds:
+        os.close(fd)
+    if answer.get("ok") is not True:
+        return f"the writer refused: {answer.get('message')} ({answer.get('hint')})"
     return None
 
 

@@ -13,7 +13,7 @@ import torch
 from harness import bars, report
 from harness.conductor import Track, extra_memory
 from harness.meter import Meter, Reading
-from harness.proc import Memory
+from harness.proc import Memory, MemoryReader
 from harness.state import StateSpec, create_memory, difference, invert, open_state, tensor_layout
 from harness.systems import SYSTEMS, Base, Running, TorchSave
 from harness.trainer import load, timed_save
@@ -116,18 +116,32 @@ def test_the_meter_sees_private_and_shared_memory_that_is_gone_again() -> None:
         child.kill()
         child.communicate()
         meter.close()
-    # Other processes of the machine may move the shared counter by a little.
     assert reading.peak.anon_bytes - reading.start.anon_bytes >= 63 * MIB
     assert start.anon_bytes - after.end.anon_bytes >= 63 * MIB
+    assert start.shared_bytes == 32 * MIB, "what is held before a save is held in it"
+    assert after.end.shared_bytes == 0
     assert reading.samples >= 2
 
 
 def test_shared_memory_kept_between_saves_counts_in_full() -> None:
-    start = Memory(anon_bytes=110, shared_bytes=1000, dirty_bytes=5)
-    peak = Memory(anon_bytes=130, shared_bytes=1010, dirty_bytes=25)
-    track = Track(idle_anon_bytes=100, held_shared_bytes=200)
-    extra = extra_memory(track, Reading(start, peak, start, 2, 0.0, 0.0))
-    assert extra["peak_extra_bytes"] == (130 - 100) + (10 + 200) + 20
+    start = Memory(anon_bytes=110, shared_bytes=200, dirty_bytes=5)
+    peak = Memory(anon_bytes=130, shared_bytes=210, dirty_bytes=25)
+    extra = extra_memory(Track(idle_anon_bytes=100), Reading(start, peak, start, 2, 0.0, 0.0))
+    assert extra["peak_extra_bytes"] == (130 - 100) + 210 + (25 - 5)
+
+
+def test_the_shared_state_itself_is_nobodys_extra_memory() -> None:
+    fd = create_memory(StateSpec(tensors=1, bytes_total=MIB, seed=0))
+    other = os.memfd_create("arena")
+    try:
+        os.posix_fallocate(other, 0, 3 * MIB)
+        reader = MemoryReader([os.getpid()])
+        before = reader.sample().shared_bytes
+        os.close(other)
+        assert before - reader.sample().shared_bytes == 3 * MIB
+        reader.close()
+    finally:
+        os.close(fd)
 
 
 def figures_with(durable_s: float, peak_bytes: int) -> dict[str, Any]:

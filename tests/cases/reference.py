@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from shardwright.capture import capture
+from shardwright.errors import SaveFailedError, UnsupportedObjectError
 from shardwright_writer.crc import fold_crcs, piece_crcs
 from shardwright_writer.formats import get_format
 from shardwright_writer.formats.image import FileImage
 from shardwright_writer.plan_codec import parse_plan
+from shardwright_writer.refusal import Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from shardwright_writer.formats.base import FilePlan
 
 WINDOW_BYTES = 1 << 20
+REFUSALS = (UnsupportedObjectError, SaveFailedError, Refusal)
 
 
 class Road(Protocol):

@@ -366,7 +366,8 @@ def sparse(path: Path, size: int, parts: dict[int, bytes]) -> Path:
 def end_records(size: int, count: int, nbytes: int, offset: int) -> bytes:
     zip64 = struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, nbytes, offset)
     locator = struct.pack("<IIQI", 0x07064B50, 0, size - 98, 1)
-    return zip64 + locator + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, *[0xFFFF] * 2, *[2**32 - 1] * 2, 0)  # fmt: skip
+    short = (0xFFFF, 0xFFFF, 2**32 - 1, 2**32 - 1)
+    return zip64 + locator + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, *short, 0)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     """Run the server until drained; return its exit status."""
     faulthandler.enable()
     inheritance = fdstore.read_server_arguments(arguments)
-    _die_with_supervisor()
+    _die_with_supervisor(inheritance.supervisor_pid)
     configure_logging(inheritance.config.log_format, "server")
     os.umask(0o077)
     return asyncio.run(Server(inheritance).run())
@@ -161,10 +161,10 @@ def arena_bytes(memory_budget: int) -> int:
     return memory_budget - reserve
 
 
-def _die_with_supervisor() -> None:
-    parent = os.getppid()
+def _die_with_supervisor(supervisor_pid: int) -> None:
+    """Ask the kernel to kill us with it: two writers must never work on one save."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent or parent == 1:
+    if os.getppid() != supervisor_pid:  # it died before we asked
         os._exit(1)
 
 

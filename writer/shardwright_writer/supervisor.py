@@ -124,7 +124,8 @@ class Supervisor:
                 stored=self._stored,
             )
         except OSError as error:
-            self._plan_restart(f"server {self._generation} cannot be started ({error})", 0.0)
+            what = f"server {self._generation} cannot be started ({error})"
+            self._plan_restart(what, lived_s=0.0, was_ready=False)
             return
         self._server = server
         self._selector.register(server.sock, selectors.EVENT_READ, self._read_server)
@@ -266,9 +267,9 @@ class Supervisor:
             logger.error("%s: it gave up draining", what)
             self._exit_status = 1
         else:
-            self._plan_restart(what, lived_s, server.ready)
+            self._plan_restart(what, lived_s=lived_s, was_ready=server.ready)
 
-    def _plan_restart(self, what: str, lived_s: float, was_ready: bool) -> None:
+    def _plan_restart(self, what: str, *, lived_s: float, was_ready: bool) -> None:
         """Start the next one soon. While draining too: journaled saves can still be finished."""
         self._crashes += 1
         self._crashes_in_row = 1 if lived_s >= HEALTHY_AFTER_S else self._crashes_in_row + 1

@@ -146,7 +146,8 @@ def _verify_described(folder: Path, document: Document, only: str | None = None)
         what = "the manifest describes no save"
         return Report(problems=(Problem(folder.name, "manifest", 0, 0, what),))
     report, right = best
-    if not matching and not right and len(in_place) == 1:
+    resized = any(problem.name == "file" for problem in report.problems)
+    if resized and not right and len(in_place) == 1:
         return _verify_rewritten(folder / next(iter(in_place)), report)
     return report
 
