@@ -35,7 +35,6 @@ ON_ERRORS: Final = ("skip", "raise", "local")
 class Config:
     """All settings. Every wait in the client is bounded by one of the `_s` fields."""
 
-    endpoint: str = ""
     transport: str = "shared"
     on_error: str = "skip"
     arena_bytes: int = 0
@@ -122,12 +121,12 @@ _PARSERS: Final[dict[str, Callable[[str], str | int | float | bool]]] = {
 
 
 def socket_path(endpoint: str | None) -> str:
-    """Return the handshake socket's path: the argument's, the setting's, or a default that exists.
+    """Return the handshake socket's path: the argument's, the environment's, or a default.
 
-    Raises shardwright_proto.endpoint.EndpointError (a ValueError) for one that cannot be.
+    The one setting that is read at every call: a process may move on to another writer. Raises
+    shardwright_proto.endpoint.EndpointError (a ValueError) for an endpoint that cannot be.
     """
-    chosen = endpoint or get().endpoint
-    return parse_endpoint(chosen) if chosen else client_socket_path(os.environ)
+    return parse_endpoint(endpoint) if endpoint else client_socket_path(os.environ)
 
 
 _loaded: Config | None = None

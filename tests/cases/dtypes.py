@@ -162,11 +162,10 @@ class ScaledTensor(torch.Tensor):
     s: torch.Tensor
 
     @staticmethod
-    def __new__(cls: type[ScaledTensor], q: torch.Tensor, s: torch.Tensor) -> ScaledTensor:
-        made: ScaledTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    def __new__(cls: type[Any], q: torch.Tensor, s: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, q.shape, dtype=torch.float32, device=q.device
         )
-        return made
 
     def __init__(self, q: torch.Tensor, s: torch.Tensor) -> None:
         self.q, self.s = q, s

@@ -119,7 +119,7 @@ def _() -> object:
     return {"s": {key: torch.ones(index + 1) for index, key in enumerate(keys)}}
 
 
-@case("key_types_that_are_equal", verdicts=(EXACT, REFUSED), names=("0",))
+@case("key_types_that_are_equal", verdicts=(EXACT, REFUSED), names=("list",))
 def _() -> object:
     return [{1: torch.ones(1)}, {True: torch.ones(1)}, {1.0: torch.ones(1)}, {-0.0: 1}, {0.0: 1}]
 

@@ -8,7 +8,10 @@ word: VALUE, DTYPE, SHAPE, STRIDE, KEY, TYPE, ATTRIBUTE, FLAG.
 
 from __future__ import annotations
 
+import argparse
 import collections
+import dataclasses
+import enum
 import io
 import math
 import struct
@@ -61,6 +64,8 @@ def tensors(obj: object) -> list[tuple[str, torch.Tensor]]:
 
 def logical_bytes(tensor: torch.Tensor) -> bytes:
     """Return a strided tensor's values, row-major: NaN payloads and signs of zeros count."""
+    if tensor._is_zerotensor():
+        return bytes(tensor.numel() * tensor.element_size())
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     if tensor.numel() == 0:
         return b""
@@ -152,13 +157,8 @@ class _Comparison:
             return
         if self.exact:
             self._type(want, got, place)
-        if torch.nn.parameter.is_lazy(want):
+        if torch.nn.parameter.is_lazy(want) or not self._kind(want, got, place):
             return
-        for kind, name in (("TYPE", "layout"), ("TYPE", "is_nested"), ("DTYPE", "dtype")):
-            before, after = getattr(want, name), getattr(got, name)
-            if before != after:
-                self.add(kind, place, f"{name} {before} -> {after}")
-                return
         if self.exact:
             self._flags(want, got, place)
         if want.is_nested:
@@ -172,6 +172,14 @@ class _Comparison:
         else:
             self._dense(want, got, place)
 
+    def _kind(self, want: torch.Tensor, got: torch.Tensor, place: str) -> bool:
+        for kind, name in (("TYPE", "layout"), ("TYPE", "is_nested"), ("DTYPE", "dtype")):
+            before, after = getattr(want, name), getattr(got, name)
+            if before != after:
+                self.add(kind, place, f"{name} {before} -> {after}")
+                return False
+        return True
+
     def _flags(self, want: torch.Tensor, got: torch.Tensor, place: str) -> None:
         if want.requires_grad != got.requires_grad:
             self.add("FLAG", place, f"requires_grad {want.requires_grad} -> {got.requires_grad}")
@@ -183,8 +191,7 @@ class _Comparison:
             self.add("STRIDE", place, f"{want.stride()} -> {got.stride()}")
         before, after = logical_bytes(want), logical_bytes(got)
         if before != after:
-            count = sum(a != b for a, b in zip(before, after, strict=True))
-            self.add("VALUE", place, f"{count} of {len(before)} bytes differ")
+            self.add("VALUE", place, f"bytes differ, {len(before)} before and {len(after)} after")
 
 
 def _parts(tensor: torch.Tensor) -> tuple[str, ...] | None:
@@ -232,7 +239,10 @@ def _equal(want: Any, got: Any) -> bool:
         return struct.pack("<d", want) == struct.pack("<d", got) or (
             math.isnan(want) and math.isnan(got)
         )
-    if type(want) is type(got) and hasattr(want, "__dict__") and vars(want):
+    plain_object = type(want).__eq__ is object.__eq__ and hasattr(want, "__dict__")
+    if isinstance(want, argparse.Namespace) or dataclasses.is_dataclass(want) or plain_object:
+        if isinstance(want, enum.Enum | type) or type(want) is not type(got):
+            return want is got
         return not differences(vars(want), vars(got), exact=True)
     return bool(want == got)
 

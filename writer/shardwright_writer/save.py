@@ -194,7 +194,8 @@ class Save:
         journal.slots[row] = slot
         journal.generations[row] = generation
         journal.states[row] = WindowState.RECEIVED
-        self._count_received(row)
+        self.moved_s = time.monotonic()
+        self.bytes_received += table.shard_bytes(row)
         self._require_pipeline().submit(file, window, buffer)
 
     def finish(self) -> None:
@@ -226,11 +227,6 @@ class Save:
         """Acknowledge what is written, though no batch is full: the client has no slot left."""
         if self.pipeline is not None:
             self.pipeline.flush()
-
-    def _count_received(self, row: int) -> None:
-        self.moved_s = time.monotonic()
-        assert self.table is not None
-        self.bytes_received += self.table.shard_bytes(row)
 
     # --- pipeline events, on pool threads -------------------------------------------------
 
@@ -272,11 +268,7 @@ class Save:
     def _commit_when_ready(self) -> None:
         if self._data_durable and self.state is State.CAPTURED:
             self.state = step(self.state, Event.DATA_DURABLE)
-            self._spawn(self._commit())
-
-    async def _commit(self) -> None:
-        pipeline = self._require_pipeline()
-        await self._publish(pipeline.crcs)
+            self._spawn(self._publish(self._require_pipeline().crcs))
 
     def resume_commit(self, opening: Opening, crcs: NDArray[np.uint32]) -> None:
         """Go on with a save whose bytes an earlier server made durable."""

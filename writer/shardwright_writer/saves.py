@@ -34,6 +34,15 @@ _SAVES_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)
+class Pools:
+    """Threads by what they wait for, so that none waits for another kind's work."""
+
+    io: Executor  # checksums and disk
+    admin: Executor  # folders, layouts, publication, new arena segments
+    inline: Executor  # inline chunks into slots: must go on while every io thread is in a write
+
+
+@dataclass(frozen=True, slots=True)
 class Structure:
     """A plan seen before: equal digests mean equal bytes and an equal layout."""
 
@@ -45,19 +54,13 @@ class Structure:
 class Saves:
     """The registry; implements SaveHost. Lives on the event loop."""
 
-    def __init__(
-        self,
-        config: Config,
-        clients: Clients,
-        fds: FdStore,
-        io_pool: Executor,
-        admin_pool: Executor,
-    ) -> None:
+    def __init__(self, config: Config, clients: Clients, fds: FdStore, pools: Pools) -> None:
         self.config = config
         self.clients = clients
         self.fds = fds
-        self.io_pool = io_pool
-        self.admin_pool = admin_pool
+        self.io_pool = pools.io
+        self.admin_pool = pools.admin
+        self.inline_pool = pools.inline
         self.live: dict[str, Save] = {}
         self.results: OrderedDict[str, tuple[str, Committed | Refusal]] = OrderedDict()
         self.draining = False

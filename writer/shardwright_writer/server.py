@@ -29,7 +29,7 @@ from shardwright_writer.handshake import Handshake
 from shardwright_writer.logs import configure_logging
 from shardwright_writer.recovery import recover
 from shardwright_writer.refusal import Reason, Refusal
-from shardwright_writer.saves import Saves
+from shardwright_writer.saves import Pools, Saves
 from shardwright_writer.service import WriterService
 from shardwright_writer.status import render_json
 
@@ -59,8 +59,11 @@ class Server:
     def __init__(self, inheritance: fdstore.Inheritance) -> None:
         self._config: Config = inheritance.config
         self._fds = fdstore.FdStore(socket.socket(fileno=inheritance.control_fd))
-        self._io_pool = ThreadPoolExecutor(self._config.io_threads, "io")
-        self._admin_pool = ThreadPoolExecutor(4, "admin")
+        self._pools = Pools(
+            io=ThreadPoolExecutor(self._config.io_threads, "io"),
+            admin=ThreadPoolExecutor(4, "admin"),
+            inline=ThreadPoolExecutor(2, "inline"),
+        )
         self._restored: dict[str, int] = {}
         self._started = asyncio.Event()
         self._stop = asyncio.Event()
@@ -76,11 +79,11 @@ class Server:
         self._clients = Clients(
             ArenaBudget(arena_bytes(self._config.memory_budget)),
             self._fds,
-            self._admin_pool,
+            self._pools.admin,
             self._config.roots,
             self._config.reattach_timeout_s,
         )
-        self._saves = Saves(self._config, self._clients, self._fds, self._io_pool, self._admin_pool)
+        self._saves = Saves(self._config, self._clients, self._fds, self._pools)
         loop.add_reader(self._fds.fileno(), self._supervisor_spoke)
         await self._started.wait()
         recover(self._restored, self._clients, self._saves, self._fds)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _ACKS_PER_MESSAGE = 4096
+_CHUNKS_MAX = 2  # inline messages received while an earlier one is checked and copied
 
 
 class WriterService(WriterServicer):
@@ -78,12 +79,14 @@ class SaveStream:
         self._claimed: list[tuple[int, int, int]] = []
         self._skeleton = bytearray()
         self._skeleton_bytes = 0
+        self._chunks: asyncio.Queue[wire.InlineChunk] = asyncio.Queue(_CHUNKS_MAX)
         self._inline: tuple[int, int, int] | None = None  # (file, window, slot) being filled
         self._loop = asyncio.get_running_loop()
 
     async def run(self, requests: AsyncIterator[wire.SaveRequest]) -> None:
         """Serve until the save ends or the stream breaks."""
         reader = self._loop.create_task(self._read(requests))
+        storer = self._loop.create_task(self._store_inline())
         try:
             while True:
                 try:
@@ -95,6 +98,7 @@ class SaveStream:
                     return
         finally:
             reader.cancel()
+            storer.cancel()
             self._drop_inline()
             if self._save is not None and self._save.outbox == self._emit:
                 self._saves.detached(self._save)
@@ -130,11 +134,13 @@ class SaveStream:
         async for request in requests:
             assert self._save is not None
             kind = request.WhichOneof("kind")
+            if kind == "inline_chunk":
+                await self._chunks.put(request.inline_chunk)
+                continue
+            await self._chunks.join()
             if kind == "window_ready":
                 ready = request.window_ready
                 self._save.window_received(ready.file, ready.window, ready.slot, ready.generation)
-            elif kind == "inline_chunk":
-                await self._inline_chunk(self._save, request.inline_chunk)
             elif kind == "skeleton_chunk":
                 await self._skeleton_chunk(self._save, request.skeleton_chunk)
             elif kind == "finish":
@@ -239,6 +245,20 @@ class SaveStream:
         if self._claimed:
             self._send_opened(save, resumed=True)
 
+    async def _store_inline(self) -> None:
+        """Put inline chunks into slots, in order, while the next ones are received."""
+        while True:
+            chunk = await self._chunks.get()
+            save = self._save
+            assert save is not None
+            try:
+                if save.result is None:
+                    await self._inline_chunk(save, chunk)
+            except Refusal as refusal:
+                save.fail(refusal)
+            finally:
+                self._chunks.task_done()
+
     async def _inline_chunk(self, save: Save, chunk: wire.InlineChunk) -> None:
         if self._inline is None or self._inline[:2] != (chunk.file, chunk.window):
             self._drop_inline()
@@ -247,7 +267,7 @@ class SaveStream:
         target = self._client.lease.slot(slot)
         if chunk.offset + len(chunk.data) > len(target):
             raise Refusal(Reason.BAD_REQUEST, "inline chunk leaves its window")
-        await self._loop.run_in_executor(self._saves.io_pool, _store_chunk, target, chunk)
+        await self._loop.run_in_executor(self._saves.inline_pool, _store_chunk, target, chunk)
         if chunk.last:
             self._inline = None
             save.window_received(chunk.file, chunk.window, slot, 0)

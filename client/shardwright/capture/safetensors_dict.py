@@ -203,7 +203,7 @@ def _read(obj: dict[Any, Any], keys: list[str], tensors: list[torch.Tensor]) -> 
 def _refuse_shared(columns: Columns, tensors: list[torch.Tensor], keys: list[str]) -> None:
     """Refuse tensors that overlap; slices of one buffer that do not are fine."""
     for cluster in storages.overlaps(columns, tensors):
-        first, second = sorted(cluster)[:2]
+        first, second = sorted(cluster[:2])  # in address order: these two do overlap
         names = (keys[first], keys[second])
         raise UnsupportedObjectError(
             f"{names[0]!r} and {names[1]!r} share memory, which safetensors cannot express",

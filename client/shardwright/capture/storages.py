@@ -261,7 +261,7 @@ def _add_cluster(records: Records, columns: Columns, cluster: list[int]) -> None
     family = storage_dtype(columns.dtypes[first])
     for other in cluster:
         if storage_dtype(columns.dtypes[other]) != family:
-            raise SharedBytesError((min(first, other), max(first, other)))
+            raise SharedBytesError(_conflict(columns, cluster, other))
     widest = max(columns.dtypes[i].itemsize for i in cluster)
     begin = columns.addresses[first]
     storage_begin = begin - columns.storage_offsets[first] * columns.dtypes[first].itemsize
@@ -274,6 +274,20 @@ def _add_cluster(records: Records, columns: Columns, cluster: list[int]) -> None
         records.record_of[index] = record
         item = columns.dtypes[index].itemsize
         records.offsets[index] = (columns.addresses[index] - begin) // item
+
+
+def _conflict(columns: Columns, cluster: list[int], other: int) -> tuple[int, int]:
+    """Return other and a tensor of another dtype over the same bytes, if need be indirectly."""
+    begin, family = columns.addresses[other], storage_dtype(columns.dtypes[other])
+    rivals = [i for i in cluster if storage_dtype(columns.dtypes[i]) != family]
+    direct = [
+        i
+        for i in rivals
+        if columns.addresses[i] < begin + columns.extents[other]
+        and begin < columns.addresses[i] + columns.extents[i]
+    ]
+    rival = (direct or rivals)[0]
+    return min(rival, other), max(rival, other)
 
 
 def _packable_together(columns: Columns, cluster: list[int]) -> bool:

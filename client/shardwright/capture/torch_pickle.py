@@ -8,6 +8,7 @@ place. Everything else goes through its own reduce, exactly as under torch.save.
 
 from __future__ import annotations
 
+import copyreg
 import pickle
 import secrets
 import sys
@@ -79,6 +80,7 @@ def pickle_object(obj: object, plain: Container[int] = frozenset()) -> Pickled:
     chunks = _Chunks()
     subjects = _Subjects(plain)
     pickler = pickle.Pickler(chunks, protocol=_PROTOCOL)
+    pickler.dispatch_table = {**copyreg.dispatch_table, torch.memory_format: _memory_format}
     pickler.persistent_id = subjects.persistent_id  # type: ignore[method-assign]
     pickler.dump(obj)
     data = b"".join(chunks) if len(chunks) > 1 else chunks[0]
@@ -160,6 +162,11 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     if tensor.requires_grad and tensor._backward_hooks:
         warn_if_has_hooks(tensor)
     return True
+
+
+def _memory_format(value: torch.memory_format) -> str:
+    """Reduce a memory format to its name in torch; its own reduce makes pickle fail."""
+    return str(value).removeprefix("torch.")
 
 
 def _memo_slot(data: bytes) -> int:
