@@ -99,7 +99,6 @@ class Trainer:
     spec: StateSpec
     state: State = field(default_factory=dict)
     systems: dict[str, System] = field(default_factory=dict)
-    memcpy: probes.Memcpy | None = None
 
     def open(self) -> Message:
         """Build or map the state."""
@@ -136,9 +135,7 @@ class Trainer:
     def probe(self, name: str, folder: str) -> Message:
         """Measure one yardstick."""
         if name == probes.MEMCPY.name:
-            if self.memcpy is None:
-                self.memcpy = probes.Memcpy(self.spec)
-            return {"seconds": self.memcpy.seconds(self.state)}
+            return {"seconds": probes.memcpy_seconds(self.spec, self.state)}
         if name == probes.GRPC_STREAM.name:
             from harness import bare_stream
 

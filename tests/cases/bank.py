@@ -30,7 +30,8 @@ class Case:
     """One object. report: where it comes from, or "" for one of our own.
 
     names: what a refusal's message must contain. file_bytes_max: of the finished file.
-    weights_only: torch.load(weights_only=True) reads the torch file.
+    weights_only: torch.load(weights_only=True) reads the torch file. large: stock readers take
+    seconds, so only one of them is asked.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Case:
     names: tuple[str, ...] = ()
     file_bytes_max: int | None = None
     weights_only: bool = True
+    large: bool = False
     heavy: bool = False
 
     def verdict(self, format_name: str) -> str:
@@ -58,6 +60,7 @@ def case(
     names: tuple[str, ...] = (),
     file_bytes_max: int | None = None,
     weights_only: bool = True,
+    large: bool = False,
     heavy: bool = False,
 ) -> Callable[[Callable[[], object]], Callable[[], object]]:
     """Register the decorated maker. verdicts: for torch and for safetensors."""
@@ -72,6 +75,7 @@ def case(
             names=names,
             file_bytes_max=file_bytes_max,
             weights_only=weights_only,
+            large=large,
             heavy=heavy,
         )
         return make

@@ -88,13 +88,14 @@ def _() -> object:
 
 @case("sparse_coo", "pytorch/pytorch#16667", verdicts=(VALUES, REFUSED), names=("'adj'",))
 def _() -> object:
-    indices = [[0, 1, 1], [2, 0, 2]]
-    return {"adj": torch.sparse_coo_tensor(indices, [3.0, 4.0, 5.0], (2, 3)).coalesce()}
+    indices, values = torch.tensor([[0, 1, 1], [2, 0, 2]]), torch.tensor([3.0, 4.0, 5.0])
+    return {"adj": torch.sparse_coo_tensor(indices, values, (2, 3)).coalesce()}
 
 
 @case("sparse_coo_uncoalesced", verdicts=(VALUES, REFUSED), names=("'adj'",))
 def _() -> object:
-    return {"adj": torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 2.0], (2, 2))}
+    indices, values = torch.tensor([[0, 0], [1, 1]]), torch.tensor([1.0, 2.0])
+    return {"adj": torch.sparse_coo_tensor(indices, values, (2, 2))}
 
 
 def _compressed(layout: torch.layout) -> object:
@@ -163,7 +164,7 @@ class ScaledTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type[Any], q: torch.Tensor, s: torch.Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        return torch.Tensor._make_wrapper_subclass(
             cls, q.shape, dtype=torch.float32, device=q.device
         )
 
@@ -183,7 +184,9 @@ class ScaledTensor(torch.Tensor):
         return "ScaledTensor()"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:
             return ScaledTensor(args[0].q, args[0].s)
         raise NotImplementedError(f"ScaledTensor has no {func}")
@@ -247,11 +250,11 @@ def _() -> object:
     weights_only=False,
 )
 def _() -> object:
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if not torch.distributed.is_initialized():
+        store = torch._C._distributed_c10d.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,))
     return {"w": distribute_tensor(torch.arange(32.0).view(8, 4), mesh, [Shard(0)])}

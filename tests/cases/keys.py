@@ -38,7 +38,7 @@ def _() -> object:
     return {"t": torch.arange(4.0).view((1,) * 70 + (2, 2))}
 
 
-@case("over_2gib", "pytorch/pytorch#717", heavy=True)
+@case("over_2gib", "pytorch/pytorch#717", large=True, heavy=True)
 def _() -> object:
     tensor = torch.empty(2 * GIB + 4097, dtype=torch.uint8)
     block = random_bytes(MIB + 7, 11)
@@ -49,13 +49,13 @@ def _() -> object:
     return {"w": tensor}
 
 
-@case("hundred_thousand_tensors", "safetensors/safetensors#668")
+@case("hundred_thousand_tensors", "safetensors/safetensors#668", large=True)
 def _() -> object:
     base = torch.arange(100000, dtype=torch.int32)
     return {f"experts.{i // 100}.w{i % 100}": base[i].clone() for i in range(100000)}
 
 
-@case("header_over_100mb", "safetensors/safetensors#668", verdicts=(EXACT, REFUSED))
+@case("header_over_100mb", "safetensors/safetensors#668", verdicts=(EXACT, REFUSED), large=True)
 def _() -> object:
     return {f"{i}." + "x" * 60000: torch.tensor([i]) for i in range(1800)}
 

@@ -200,11 +200,11 @@ def _() -> object:
     base = torch.arange(8.0)
     raw = torch.arange(9, dtype=torch.uint8)
     return {
-        "typed": base._typed_storage(),
+        "typed": base._typed_storage(),  # type: ignore[no-untyped-call]
         "view": base[3:5],
         "raw": raw.untyped_storage(),
         "bytes": raw[2:],
-        "again": base._typed_storage(),
+        "again": base._typed_storage(),  # type: ignore[no-untyped-call]
     }
 
 

@@ -138,6 +138,8 @@ class _Comparison:
         if not isinstance(got, list | tuple) or len(want) != len(got):
             self.add("VALUE", place, "length differs")
             return
+        if set(map(type, want)) == set(map(type, got)) == {int} and want == got:
+            return
         for index, pair in enumerate(zip(want, got, strict=True)):
             self.compare(*pair, f"{place}/{index}")
 
@@ -239,7 +241,7 @@ def _equal(want: Any, got: Any) -> bool:
         return struct.pack("<d", want) == struct.pack("<d", got) or (
             math.isnan(want) and math.isnan(got)
         )
-    plain_object = type(want).__eq__ is object.__eq__ and hasattr(want, "__dict__")
+    plain_object = vars(type(want)).get("__eq__") is None and hasattr(want, "__dict__")
     if isinstance(want, argparse.Namespace) or dataclasses.is_dataclass(want) or plain_object:
         if isinstance(want, enum.Enum | type) or type(want) is not type(got):
             return want is got

@@ -87,8 +87,8 @@ def _write_file(
                     int(pieces.first_in_shard[row]),
                     int(pieces.nbytes[row]),
                 )
-            fold_crcs(crcs, pieces, piece_crcs(memoryview(window), pieces))
-            image.fill(memoryview(window), start, crcs)
+            fold_crcs(crcs, pieces, piece_crcs(window.data, pieces))
+            image.fill(window.data, start, crcs)
             out.write(window[: min(window_bytes, file.size - start)].data)
 
 

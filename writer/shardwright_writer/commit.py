@@ -92,16 +92,20 @@ def shard_tag(folder: Folder, format_name: str, file_name: str, save_id: str, co
     return save_id[:8] if plain & set(folder.names()) else ""
 
 
-def superseded(folder: Folder, format_name: str, file_name: str, names: list[str]) -> list[str]:
+def superseded(
+    folder: Folder, format_name: str, file_name: str, names: list[str], recorded: set[str]
+) -> list[str]:
     """Return the files of the save that is visible now and will not be after publication.
 
     Must be asked before the root is renamed: the old index says which shards are the old save's.
+    recorded: what the old manifest names; a crash may have left the old index replaced already.
     """
     found = folder.read(f"{file_name}.index.json", _INDEX_BYTES_MAX)
     try:
-        recorded = set(map(str, json.loads(found or b"{}").get("weight_map", {}).values()))
+        index = json.loads(found or b"{}")
+        recorded = recorded | set(map(str, index.get("weight_map", {}).values()))
     except (ValueError, AttributeError, RecursionError):
-        recorded = set()  # not an index of ours or anybody's: nothing is known to be old
+        pass  # no index, or not one of ours: nothing more is known to be old
     kind = formats.get_format(format_name)
     return kind.superseded(list(folder.names()), file_name, names, recorded)
 

@@ -67,7 +67,9 @@ def prepare_publication(folder: Folder, written: Written) -> Publication:
         manifest=manifest.merge(entry, old_manifest, in_place),
         manifest_temporary_name=spec.temporary_name("m"),
         mode=spec.mode,
-        superseded=commit.superseded(folder, written.plan.format, spec.file_name, names),
+        superseded=commit.superseded(
+            folder, written.plan.format, spec.file_name, names, set(in_place)
+        ),
     )
 
 
