@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 PERIOD_S = 0.01
-REFRESH_SAMPLES = 10
-"""The trees are walked once in so many samples: a daemon that a save starts is soon seen."""
+REFRESH_SAMPLES = 5
+"""Once in so many samples the trees and their shared memory are looked up again: arenas and
+processes change slowly, and a peer with hundreds of descriptors would pay for a closer look."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def watch(roots: list[int], commands: IO[str]) -> Reading:
     stopped = False
     while not stopped:
         stopped = bool(select.select([commands], [], [], PERIOD_S)[0])
-        if samples % REFRESH_SAMPLES == 0:
+        if stopped or samples % REFRESH_SAMPLES == 0:
             reader.refresh()
         end = reader.sample()
         samples += 1

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from shardwright.config import Config
     from shardwright_proto.control import Message
-    from shardwright_proto.v1.writer_pb2_grpc import WriterStub
 
 _log = logging.getLogger("shardwright")
 _EVERYTHING: Final = 1 << 62
@@ -48,7 +47,6 @@ class Session:
     handshake: Handshake
     token: str
     address: str
-    writer: str  # which server process: another one may lay files out anew
     window_bytes: int
     arena: Arena
 
@@ -104,18 +102,20 @@ class Connection:
         session.handshake.ended.set()
 
     def reserve(self, session: Session, want_bytes: int) -> None:
-        """Ask for a larger arena when this object wants more than any before it."""
-        if self.transport == "shared" and want_bytes > self._asked_bytes:
-            self._asked_bytes = want_bytes
-            self._segments.expect_more()
-            session.handshake.request(
-                "grow",
-                self._config.request_timeout_s,
-                {
-                    "want_bytes": want_bytes,
-                    "local_world_size": self._config.local_world_size,
-                },
-            )
+        """Ask for a larger arena when this object wants more than any before it.
+
+        A writer without more memory refuses: the save then flows through what there is.
+        """
+        if self.transport != "shared" or want_bytes <= self._asked_bytes:
+            return
+        self._asked_bytes = want_bytes
+        fields = {"want_bytes": want_bytes, "local_world_size": self._config.local_world_size}
+        self._segments.expect_more()
+        try:
+            session.handshake.request("grow", self._config.request_timeout_s, fields)
+        except SaveFailedError as error:
+            self._segments.expect_no_more()
+            _log.info("the arena does not grow: %s", error)
 
     def wait_lease(self, session: Session, timeout_s: float) -> bool:
         """Wait until the arena has all its segments."""
@@ -123,10 +123,8 @@ class Connection:
             return True
         return self._segments.wait_complete(session.handshake, timeout_s)
 
-    def stub(self, session: Session) -> WriterStub:
-        """Return the gRPC stub of a session's server."""
-        from shardwright_proto.v1.writer_pb2_grpc import WriterStub
-
+    def channel(self, session: Session) -> grpc.Channel:
+        """Return the gRPC channel to a session's server."""
         with self._channel_lock:
             old = None
             if self._channel is None or self._channel_address != session.address:
@@ -135,17 +133,14 @@ class Connection:
             channel = self._channel
         if old is not None:
             old.close()
-        return WriterStub(channel)
+        return channel
 
     def wait_ready(self, session: Session, timeout_s: float) -> None:
         """Open the gRPC channel now. Raises WriterUnavailableError."""
         import grpc
 
-        self.stub(session)
-        channel = self._channel
-        assert channel is not None
         try:
-            grpc.channel_ready_future(channel).result(timeout=timeout_s)
+            grpc.channel_ready_future(self.channel(session)).result(timeout=timeout_s)
         except grpc.FutureTimeoutError:
             raise WriterUnavailableError(
                 f"no gRPC at {session.address} within {timeout_s:.1f} s",
@@ -264,7 +259,6 @@ class Connection:
         try:
             window_bytes, lease_bytes = int(answer["window_bytes"]), int(answer["lease_bytes"])
             address, token = str(answer["grpc"]), str(answer["token"])
-            writer = f"{answer['writer_id']}/{answer['generation']}"
         except (KeyError, TypeError, ValueError) as error:
             raise WriterUnavailableError(f"{self.path}: attach answer lacks {error}") from None
         if not BLOCK_BYTES <= window_bytes <= WINDOW_BYTES_MAX or window_bytes % BLOCK_BYTES:
@@ -278,7 +272,7 @@ class Connection:
                 arena = private_arena(window_bytes, max(2, buffer_bytes // window_bytes))
         if address.startswith("/"):
             address = f"unix:{address}"
-        return Session(handshake, token, address, writer, window_bytes, arena)
+        return Session(handshake, token, address, window_bytes, arena)
 
     def _offer(self, session: Session, answer: Message) -> None:
         """Give the segments this writer does not know: supervisor and server were both lost."""

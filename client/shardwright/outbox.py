@@ -11,8 +11,9 @@ import importlib
 import queue
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
+from shardwright_proto.inline import InlineBytes, encode_chunk
 from shardwright_proto.limits import CHUNK_BYTES
 from shardwright_proto.v1 import writer_pb2 as wire
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from shardwright.arena import Slot
     from shardwright.stage import Window
+
+    Message: TypeAlias = wire.SaveRequest | bytes
 
 
 _DURABLE_MAX: Final = 200_000
@@ -46,12 +49,12 @@ class Outbox:
     """A queue of messages, or of iterables that make them when their turn comes."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[wire.SaveRequest | Iterable[wire.SaveRequest] | None] = (
+        self._queue: queue.SimpleQueue[wire.SaveRequest | Iterable[Message] | None] = (
             queue.SimpleQueue()
         )
         self._closed = False
 
-    def put(self, item: wire.SaveRequest | Iterable[wire.SaveRequest]) -> None:
+    def put(self, item: wire.SaveRequest | Iterable[Message]) -> None:
         """Send after everything that was put before."""
         self._queue.put(item)
 
@@ -60,7 +63,7 @@ class Outbox:
         self._closed = True
         self._queue.put(None)
 
-    def messages(self) -> Iterator[wire.SaveRequest]:
+    def messages(self) -> Iterator[Message]:
         """Yield what was put, until closed."""
         while (item := self._queue.get()) is not None and not self._closed:
             if isinstance(item, wire.SaveRequest):
@@ -133,13 +136,17 @@ def window_ready(window: Window, slot: Slot) -> wire.SaveRequest:
     )
 
 
-def inline_chunks(window: Window, slot: Slot) -> Iterator[wire.SaveRequest]:
-    """Cut a window that lies in a private slot into messages, from its first shard byte on."""
+def inline_chunks(window: Window, slot: Slot) -> Iterator[bytes]:
+    """Cut a window that lies in a private slot into messages, from its first shard byte on.
+
+    They come serialised: a slot's bytes are copied once, into the message (shardwright_proto.inline).
+    """
     for offset in range(window.begin, window.end, CHUNK_BYTES):
         stop = min(offset + CHUNK_BYTES, window.end)
-        data = ctypes.string_at(slot.address + offset, stop - offset)
-        yield wire.SaveRequest(
-            inline_chunk=wire.InlineChunk(
+        memory = (ctypes.c_char * (stop - offset)).from_address(slot.address + offset)
+        data = memoryview(memory).cast("B")
+        yield encode_chunk(
+            InlineBytes(
                 file=window.file,
                 window=window.window,
                 offset=offset,
@@ -150,17 +157,22 @@ def inline_chunks(window: Window, slot: Slot) -> Iterator[wire.SaveRequest]:
         )
 
 
+def serialise(message: wire.SaveRequest | bytes) -> bytes:
+    """Return the bytes of a message, for gRPC."""
+    return message if isinstance(message, bytes) else message.SerializeToString()
+
+
 def _cut(data: bytes) -> Iterator[tuple[bytes, bool]]:
     for start in range(0, max(1, len(data)), CHUNK_BYTES):
         stop = start + CHUNK_BYTES
         yield data[start:stop], stop >= len(data)
 
 
-def _fastest_crc32() -> Callable[[bytes], int]:
+def _fastest_crc32() -> Callable[[memoryview], int]:
     """Return isal's or zlib-ng's CRC-32, ten times zlib's speed, where it is installed."""
     for module in ("isal.isal_zlib", "zlib_ng.zlib_ng"):
         try:
-            found: Callable[[bytes], int] = importlib.import_module(module).crc32
+            found: Callable[[memoryview], int] = importlib.import_module(module).crc32
         except ImportError:
             continue
         return found

@@ -55,6 +55,12 @@ class SegmentReceiver:
         with self._changed:
             self._complete = False
 
+    def expect_no_more(self) -> None:
+        """The arena does not grow after all."""
+        with self._changed:
+            self._complete = True
+            self._changed.notify_all()
+
     def wait_first(self, handshake: Handshake, arena: Arena, timeout_s: float) -> None:
         """Wait for the first slot. Raises CannotMapError or WriterUnavailableError."""
         with self._changed:

@@ -75,7 +75,7 @@ class SaveStream:
         self._config = config
         self._want_bytes = want_bytes
         self._deadline_s = deadline_s
-        self.layout = LayoutWait(facts.plan_digest, capture.nbytes, session.window_bytes)
+        self.layout = LayoutWait(facts.plan_digest, capture.nbytes, session)
         self.ledger = Ledger(session.arena, inline=connection.transport == "inline")
         self._lock = threading.Lock()
         self._skeleton_sent = False
@@ -258,7 +258,9 @@ class SaveStream:
         self._skeleton_sent = False
         metadata = ((TOKEN_METADATA_KEY, session.token),)
         try:
-            call = self._connection.stub(session).Save(box.messages(), metadata=metadata)
+            call = _save_method(self._connection.channel(session))(
+                box.messages(), metadata=metadata
+            )
         except ValueError as error:  # another save has just moved on to a newer channel
             raise _BrokenStreamError(str(error)) from None
         self._open_sent = True
@@ -285,7 +287,7 @@ class SaveStream:
     def _open_message(self, session: Session) -> wire.Open:
         resume = self._open_sent
         # Another server process may lay files out anew: then compare before going on.
-        known = self.layout.is_confirmed(session.writer)
+        known = self.layout.is_confirmed(session)
         message = outbox.opening(self._facts, resume=resume, layout_known=known and not resume)
         if resume:
             outbox.add_durable(message, self.ledger.durable, self._temporary_names)
@@ -334,7 +336,7 @@ class SaveStream:
 
     def _on_layout(self, chunk: wire.LayoutChunk, session: Session) -> None:
         try:
-            whole = self.layout.add(chunk, session.writer)
+            whole = self.layout.add(chunk, session)
         except stage.LayoutError as error:
             self.abort(
                 SaveFailedError("INTERNAL", str(error), hint="save again", lost=_AN_OLDER_STAYS)
@@ -406,3 +408,14 @@ class SaveStream:
             self._handle.apply(event, error)
         self._stop_staging()
         self.ledger.release_all()
+
+
+def _save_method(
+    channel: grpc.Channel,
+) -> grpc.StreamStreamMultiCallable[outbox.Message, wire.SaveReply]:
+    """Return Writer.Save as the generated stub has it, but for messages that come serialised."""
+    return channel.stream_stream(
+        "/shardwright.v1.Writer/Save",
+        request_serializer=outbox.serialise,
+        response_deserializer=wire.SaveReply.FromString,
+    )

@@ -12,7 +12,7 @@ BLOCK_BYTES: Final = 4096
 
 WINDOW_BYTES_MIN: Final = 1 << 20
 WINDOW_BYTES_MAX: Final = 16 << 20
-"""A window is lease / 8 between these two. 16 MiB reached the disk's rate here (benchmarks/README.md)."""
+"""A window is lease / 8 between these two; 16 MiB reached the disk's rate where it was measured."""
 
 SEGMENT_BYTES_MAX: Final = 256 << 20
 """An arena grows by sealed segments of at most this size, so that a client can start early."""
@@ -37,10 +37,10 @@ FILE_NAME_BYTES_MAX: Final = 200
 """Leaves room for the temporary name's suffix within NAME_MAX (255)."""
 
 PROGRESS_PERIOD_S: Final = 1.0
-"""The writer speaks at least this often on a live save; silence of many periods means it is stuck."""
+"""The writer speaks at least this often on a live save; a long silence means it is stuck."""
 
 REATTACH_DEADLINE_S: Final = 30.0
 """How long a save whose stream broke before capture waits for its client."""
 
-TOKEN_METADATA_KEY: Final = "shardwright-token"
+TOKEN_METADATA_KEY: Final = "shardwright-token"  # noqa: S105 -- the name of a header
 MANIFEST_SUFFIX: Final = ".shardwright.json"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from tests.cases.reference import write_by_formats
 
 from shardwright.capture.safetensors_dict import forget_structures as forget_dicts
@@ -25,7 +26,9 @@ def road(request: pytest.FixtureRequest) -> Road:
 
 @pytest.fixture(autouse=True)
 def fresh_cache() -> Iterator[None]:
-    """Every case meets its first capture."""
+    """Every case meets its first capture, and leaves no process group."""
     yield
     forget_objects()
     forget_dicts()
+    if torch.distributed.is_initialized():  # the DTensor case's
+        torch.distributed.destroy_process_group()

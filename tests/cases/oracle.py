@@ -9,7 +9,6 @@ word: VALUE, DTYPE, SHAPE, STRIDE, KEY, TYPE, ATTRIBUTE, FLAG.
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
 import enum
 import io
@@ -35,13 +34,28 @@ def differences(want: object, got: object, *, exact: bool, ordered: bool = True)
 
 
 def sharing(obj: object) -> list[list[str]]:
-    """Return the groups of tensors that share a storage, by their places."""
-    groups: dict[int, list[str]] = collections.defaultdict(list)
+    """Return the groups of tensors over the same bytes, by their places.
+
+    Slices of one buffer that do not overlap are no group: nothing written to one shows in another.
+    """
+    spans: list[tuple[int, int, int, str]] = []
     for place, tensor in tensors(obj):
         plain = type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_meta
-        if plain and not tensor.is_nested and tensor.untyped_storage().data_ptr():
-            groups[tensor.untyped_storage().data_ptr()].append(place)
-    return sorted(sorted(group) for group in groups.values() if len(group) > 1)
+        if plain and not tensor.is_nested and not tensor.is_quantized and tensor.numel():
+            storage = tensor.untyped_storage().data_ptr()
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            length = 1 + sum((size - 1) * int(step) for size, step in steps)
+            begin = int(tensor.storage_offset()) * tensor.element_size()
+            spans.append((storage, begin, begin + length * tensor.element_size(), place))
+    groups: list[list[str]] = []
+    reached = (0, 0)
+    for storage, begin, end, place in sorted(spans):
+        if (storage, begin) >= reached or storage != reached[0]:
+            groups.append([])
+            reached = (storage, end)
+        groups[-1].append(place)
+        reached = max(reached, (storage, end))
+    return sorted(sorted(group) for group in groups if len(group) > 1)
 
 
 def tensors(obj: object) -> list[tuple[str, torch.Tensor]]:

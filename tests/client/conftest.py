@@ -6,9 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.client.fake_writer import FakeWriter
 
 from shardwright import attach, config, lifecycle
-from tests.client.fake_writer import FakeWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

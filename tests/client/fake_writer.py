@@ -180,6 +180,13 @@ class FakeWriter:
         assert self._server is not None
         self._server.stop(None).wait(5)
 
+    def _up_again_after_death(self) -> None:
+        """Start the next server once the last one, killed by a hook, is quite dead."""
+        server = self._server
+        assert server is not None
+        server.wait_for_termination(10)
+        self.start_server()
+
     def forget(self) -> None:
         with self.lock:
             self.clients.clear()
@@ -464,8 +471,9 @@ class Stream:
                 if action == "die and forget":
                     self._writer.kill_server(forget=True)
                     return
-                if action == "ignore":
-                    continue
+                if action == "fail":
+                    self._fail("NO_SPACE", "the disk is full", "free some")
+                    return
                 self._take(request)
         except (grpc.RpcError, ValueError):
             return

@@ -80,7 +80,7 @@ class Collector:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[list[bytes], list[int], list[int]]:
-    """Return shards, their offsets and files: any order, any gaps, some shards many windows long."""
+    """Return shards, their offsets and files: any order, any gaps, some of many windows."""
     sizes = draw(st.lists(st.integers(0, 3 * WINDOW) | st.integers(0, 64), max_size=30))
     dice = random.Random(draw(st.integers(0, 1 << 16)))
     file_count = draw(st.integers(1, 3))
@@ -164,7 +164,7 @@ def test_a_slot_that_could_not_be_filled_is_given_back() -> None:
             raise RuntimeError("no memory")
 
     captured = capture_of([b"abcd"], [0])
-    captured.sources[0] = Broken(b"abcd")  # type: ignore[assignment]
+    captured.sources[0] = Broken(b"abcd")
     sink = Collector(0)
     schedule = build_schedule(*columns([0], []), [4], WINDOW)
     with pytest.raises(RuntimeError):

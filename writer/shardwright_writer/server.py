@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 import grpc
 
 from shardwright_proto import limits
-from shardwright_proto.v1.writer_pb2_grpc import add_WriterServicer_to_server
 from shardwright_writer import fdstore
 from shardwright_writer.arena import ArenaBudget
 from shardwright_writer.clients import Clients
@@ -105,9 +104,8 @@ class Server:
             ("grpc.so_reuseport", 0),
         ]
         server = grpc.aio.server(options=options)
-        add_WriterServicer_to_server(
-            WriterService(self._clients, self._saves, self._status), server
-        )
+        service = WriterService(self._clients, self._saves, self._status)
+        server.add_generic_rpc_handlers((service.handler(),))
         path = self._grpc_path()
         server.add_insecure_port(f"unix:{path}")
         await server.start()

@@ -16,10 +16,10 @@ import grpc
 import numpy as np
 
 from shardwright_proto import limits
+from shardwright_proto.inline import InlineBytes, decode_chunk
 from shardwright_proto.v1 import writer_pb2 as wire
-from shardwright_proto.v1.writer_pb2_grpc import WriterServicer
 from shardwright_writer import formats
-from shardwright_writer.crc import crc32
+from shardwright_writer.inline import InlineRoad
 from shardwright_writer.journal import WindowState
 from shardwright_writer.plan_codec import parse_plan, parse_spec
 from shardwright_writer.refusal import Reason, Refusal
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from shardwright_writer.clients import Client, Clients
     from shardwright_writer.saves import Saves
 
+    Request: TypeAlias = wire.SaveRequest | InlineBytes
     Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 _log = logging.getLogger(__name__)
 
 _ACKS_PER_MESSAGE = 4096
-_CHUNKS_MAX = 2  # inline messages received while an earlier one is checked and copied
 
 
-class WriterService(WriterServicer):
+class WriterService:
     """Serve shardwright.v1.Writer for the ranks of one node."""
 
     def __init__(self, clients: Clients, saves: Saves, status: Callable[[str], str]) -> None:
@@ -50,9 +50,23 @@ class WriterService(WriterServicer):
         self._saves = saves
         self._status = status
 
-    async def Save(  # type: ignore[override]  # grpc.aio also takes a handler that writes itself
-        self, request_iterator: AsyncIterator[wire.SaveRequest], context: Context
-    ) -> None:
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Return what a grpc.aio server serves: the generated handlers, but for inline chunks."""
+        methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Save": grpc.stream_stream_rpc_method_handler(
+                self.Save,
+                request_deserializer=_decode_request,
+                response_serializer=wire.SaveReply.SerializeToString,
+            ),
+            "Status": grpc.unary_unary_rpc_method_handler(
+                self.Status,
+                request_deserializer=wire.StatusRequest.FromString,
+                response_serializer=wire.StatusReply.SerializeToString,
+            ),
+        }
+        return grpc.method_handlers_generic_handler("shardwright.v1.Writer", methods)
+
+    async def Save(self, request_iterator: AsyncIterator[Request], context: Context) -> None:
         try:
             client = self._clients.by_token(_token(context))
         except Refusal as refusal:
@@ -79,14 +93,12 @@ class SaveStream:
         self._claimed: list[tuple[int, int, int]] = []
         self._skeleton = bytearray()
         self._skeleton_bytes = 0
-        self._chunks: asyncio.Queue[wire.InlineChunk] = asyncio.Queue(_CHUNKS_MAX)
-        self._inline: tuple[int, int, int] | None = None  # (file, window, slot) being filled
+        self._inline = InlineRoad(client, saves.inline_pool)
         self._loop = asyncio.get_running_loop()
 
-    async def run(self, requests: AsyncIterator[wire.SaveRequest]) -> None:
+    async def run(self, requests: AsyncIterator[Request]) -> None:
         """Serve until the save ends or the stream breaks."""
         reader = self._loop.create_task(self._read(requests))
-        storer = self._loop.create_task(self._store_inline())
         try:
             while True:
                 try:
@@ -98,14 +110,13 @@ class SaveStream:
                     return
         finally:
             reader.cancel()
-            storer.cancel()
-            self._drop_inline()
+            self._inline.close()
             if self._save is not None and self._save.outbox == self._emit:
                 self._saves.detached(self._save)
 
     # --- requests -------------------------------------------------------------------------
 
-    async def _read(self, requests: AsyncIterator[wire.SaveRequest]) -> None:
+    async def _read(self, requests: AsyncIterator[Request]) -> None:
         try:
             await self._dispatch_all(requests)
         except Refusal as refusal:
@@ -123,21 +134,21 @@ class SaveStream:
         else:
             self._emit(refusal)
 
-    async def _dispatch_all(self, requests: AsyncIterator[wire.SaveRequest]) -> None:
+    async def _dispatch_all(self, requests: AsyncIterator[Request]) -> None:
         first = await anext(requests, None)
         if first is None:
             return
-        if first.WhichOneof("kind") != "open":
+        if isinstance(first, InlineBytes) or first.WhichOneof("kind") != "open":
             raise Refusal(Reason.BAD_REQUEST, "the first message of a stream must be Open")
         if not await self._open(first.open, requests):
             return
         async for request in requests:
             assert self._save is not None
-            kind = request.WhichOneof("kind")
-            if kind == "inline_chunk":
-                await self._chunks.put(request.inline_chunk)
+            if isinstance(request, InlineBytes):
+                await self._inline.put(self._save, request)
                 continue
-            await self._chunks.join()
+            await self._inline.settle()
+            kind = request.WhichOneof("kind")
             if kind == "window_ready":
                 ready = request.window_ready
                 self._save.window_received(ready.file, ready.window, ready.slot, ready.generation)
@@ -151,7 +162,7 @@ class SaveStream:
             else:
                 raise Refusal(Reason.BAD_REQUEST, f"unexpected {kind}")
 
-    async def _open(self, message: wire.Open, requests: AsyncIterator[wire.SaveRequest]) -> bool:
+    async def _open(self, message: wire.Open, requests: AsyncIterator[Request]) -> bool:
         """Find or make the save; False when it has ended already."""
         spec = parse_spec(message, self._client.owner)
         live = self._saves.find(spec.save_id, self._client)
@@ -201,7 +212,7 @@ class SaveStream:
         return True
 
     async def _find_structure(
-        self, message: wire.Open, requests: AsyncIterator[wire.SaveRequest]
+        self, message: wire.Open, requests: AsyncIterator[Request]
     ) -> Structure:
         found = self._saves.structure(message.plan_digest)
         if found is not None:
@@ -209,6 +220,8 @@ class SaveStream:
         self._outgoing.put_nowait(wire.SaveReply(need_plan=wire.NeedPlan()))
         data = bytearray()
         async for request in requests:
+            if isinstance(request, InlineBytes):
+                raise Refusal(Reason.BAD_REQUEST, "expected PlanChunk after NeedPlan")
             if request.WhichOneof("kind") == "cancel":
                 raise Refusal(Reason.CANCELLED, "cancelled by the client")
             if request.WhichOneof("kind") != "plan_chunk":
@@ -244,53 +257,6 @@ class SaveStream:
         self._skeleton.clear()
         if self._claimed:
             self._send_opened(save, resumed=True)
-
-    async def _store_inline(self) -> None:
-        """Put inline chunks into slots, in order, while the next ones are received."""
-        while True:
-            chunk = await self._chunks.get()
-            save = self._save
-            assert save is not None
-            try:
-                if save.result is None:
-                    await self._inline_chunk(save, chunk)
-            except Refusal as refusal:
-                save.fail(refusal)
-            finally:
-                self._chunks.task_done()
-
-    async def _inline_chunk(self, save: Save, chunk: wire.InlineChunk) -> None:
-        if self._inline is None or self._inline[:2] != (chunk.file, chunk.window):
-            self._drop_inline()
-            self._inline = (chunk.file, chunk.window, await self._take_slot(save, chunk))
-        slot = self._inline[2]
-        target = self._client.lease.slot(slot)
-        if chunk.offset + len(chunk.data) > len(target):
-            raise Refusal(Reason.BAD_REQUEST, "inline chunk leaves its window")
-        await self._loop.run_in_executor(self._saves.inline_pool, _store_chunk, target, chunk)
-        if chunk.last:
-            self._inline = None
-            save.window_received(chunk.file, chunk.window, slot, 0)
-
-    async def _take_slot(self, save: Save, chunk: wire.InlineChunk) -> int:
-        """Wait for a free slot of the writer-side arena: the inline road's back-pressure."""
-        lease = self._client.lease
-        while True:
-            ready = sum(segment.size for segment in lease.segments) // lease.window_bytes
-            for slot in range(ready):
-                if slot not in lease.users:
-                    lease.users[slot] = (save.spec.save_id, chunk.file, chunk.window)
-                    return slot
-            save.flush()
-            self._client.slot_freed.clear()
-            await self._client.slot_freed.wait()
-            if save.result is not None:
-                raise Refusal(Reason.CANCELLED, "the save has ended")
-
-    def _drop_inline(self) -> None:
-        if self._inline is not None:
-            self._client.lease.users.pop(self._inline[2], None)
-            self._inline = None
 
     # --- replies --------------------------------------------------------------------------
 
@@ -379,15 +345,8 @@ def _build_structure(data: bytes, digest: bytes) -> Structure:
     return Structure(data, plan, formats.get_format(plan.format).layout(plan))
 
 
-def _store_chunk(target: memoryview, chunk: wire.InlineChunk) -> None:
-    data = chunk.data
-    if crc32(data) != chunk.crc32:
-        raise Refusal(
-            Reason.CORRUPT,
-            f"inline bytes of window {chunk.window} at {chunk.offset} do not match their CRC-32",
-            "the memory or the transport between trainer and writer is broken",
-        )
-    target[chunk.offset : chunk.offset + len(data)] = data
+def _decode_request(message: bytes) -> Request:
+    return decode_chunk(message) or wire.SaveRequest.FromString(message)
 
 
 def _token(context: Context) -> str:

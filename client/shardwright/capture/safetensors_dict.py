@@ -110,16 +110,11 @@ def shard_bytes(size: int | str | None) -> int:
     """Return max_shard_size in bytes, 0 for none; "5GB" is decimal and "5GiB" is binary."""
     if size is None:
         return 0
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B|)\s*", str(size).upper())
-    if (
-        isinstance(size, bool)
-        or found is None
-        or not (
-            value := int(float(found[1]) * _UNITS[found[2]])
-            if "." in found[1]
-            else int(found[1]) * _UNITS[found[2]]
-        )
-    ):
+    text = str(size).upper() if type(size) in (int, str) else ""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B|)\s*", text)
+    number, unit = (found[1], _UNITS[found[2]]) if found else ("0", 1)
+    value = int(float(number) * unit) if "." in number else int(number) * unit
+    if not value:
         raise UnsupportedObjectError(
             f"max_shard_size {size!r} is no size", hint='Give bytes, or "5GB", "500MB", "2GiB"'
         )

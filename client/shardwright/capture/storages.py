@@ -268,7 +268,8 @@ def _add_cluster(records: Records, columns: Columns, cluster: list[int]) -> None
     begin -= (begin - storage_begin) % widest
     end = max(columns.addresses[i] + columns.extents[i] for i in cluster)
     nbytes = end - begin
-    source = (first, columns.addresses[first] - begin)
+    named = min(cluster)
+    source = (named, columns.addresses[named] - begin)
     record = records.add(nbytes, family, (nbytes // family.itemsize,), source)
     for index in cluster:
         records.record_of[index] = record
