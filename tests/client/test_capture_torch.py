@@ -8,15 +8,21 @@ import pickletools
 import weakref
 import zipfile
 from collections import OrderedDict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import safetensors.torch
 import torch
+from tests.cases.oracle import differences, sharing
+from tests.cases.reference import write_by_formats
 
 from shardwright.capture import capture
 from shardwright.capture.torch_format import forget_structures
 from shardwright.errors import UnsupportedObjectError
 from shardwright_proto.v1 import writer_pb2
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.fixture(autouse=True)
@@ -246,8 +252,38 @@ def test_an_unknown_format_is_refused() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_device_memory_is_asked_for_and_tagged() -> None:
-    weight = torch.arange(100.0, device="cuda")
-    found = capture({"w": weight[10:], "t": weight.view(10, 10).t()[:, ::2]}, "torch")
-    assert b"cuda:0" in found.skeleton
-    assert set(found.sources) == set(range(len(found.nbytes)))
+def test_device_tensors_come_back_where_they_were(tmp_path: Path) -> None:
+    base = torch.arange(4000.0, device="cuda")
+    spectrum = torch.randn(50, dtype=torch.complex64, device="cuda")
+    obj = {
+        "w": base[10:90],
+        "overlap": [base[100:200], base[150:300]],
+        "t": torch.arange(600.0, device="cuda").view(20, 30).t(),
+        "p": torch.nn.Parameter(torch.ones(3, device="cuda")),
+        "conj": spectrum.conj(),
+        "empty": torch.empty(0, device="cuda"),
+        "storage": torch.arange(5, device="cuda")._typed_storage(),  # type: ignore[no-untyped-call]
+        "host": torch.ones(2),
+    }
+    path = tmp_path / "device.pt"
+    for _ in range(2):
+        write_by_formats(obj, path, "torch")
+        got = torch.load(path, weights_only=True)
+        assert differences(obj, got, exact=True) == []
+        assert got["t"].device == obj["t"].device
+        assert sharing(got) == sharing(obj)
+    write_by_formats({"holes": base[::7], "step": 1}, path, "torch")
+    assert torch.equal(torch.load(path)["holes"], base[::7])
+    flat = {"t": obj["t"], "conj": obj["conj"], "w": obj["w"], "holes": base[2000::7]}
+    write_by_formats(flat, tmp_path / "flat.safetensors", "safetensors")
+    got = safetensors.torch.load_file(tmp_path / "flat.safetensors")
+    assert differences(flat, got, exact=False, ordered=False) == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_capture_of_device_tensors_allocates_nothing_on_the_device(tmp_path: Path) -> None:
+    obj = {"w": torch.ones(1 << 20, device="cuda"), "t": torch.ones(512, 1024, device="cuda").t()}
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    write_by_formats(obj, tmp_path / "device.safetensors", "safetensors")
+    assert torch.cuda.max_memory_allocated() == before
