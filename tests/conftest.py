@@ -118,6 +118,22 @@ def writer_factory(short_path: Path, tmp_path: Path) -> Iterator[Callable[..., W
     At the end each is drained; it must exit with 0 (or its expected_exit_status) and leave no
     process, socket or temporary file.
     """
+    with writers_in(short_path, tmp_path) as start:
+        yield start
+
+
+@pytest.fixture(scope="session")
+def session_writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WriterProcess]:
+    """One writer for many tests, with every test's tmp_path below its root."""
+    folder = Path(tempfile.mkdtemp(prefix="sw-", dir="/tmp"))
+    with writers_in(folder, tmp_path_factory.getbasetemp()) as start:
+        yield start(name="session")
+    shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def writers_in(folder: Path, default_root: Path) -> Iterator[Callable[..., WriterProcess]]:
+    """Yield what starts writers whose sockets and logs are in folder; end them all afterwards."""
     writers: list[WriterProcess] = []
 
     def start(
@@ -128,9 +144,9 @@ def writer_factory(short_path: Path, tmp_path: Path) -> Iterator[Callable[..., W
         arguments: tuple[str, ...] | list[str] = (),
         wait: bool = True,
     ) -> WriterProcess:
-        root = root or tmp_path
-        socket_path = str(short_path / f"{name}.sock")
-        log_path = short_path / f"{name}.{len(writers)}.log"
+        root = root or default_root
+        socket_path = str(folder / f"{name}.sock")
+        log_path = folder / f"{name}.{len(writers)}.log"
         command = [
             *(*WRITER, "serve", "--node-local", "--socket", socket_path),
             *("--memory-budget", memory_budget, "--root", str(root), *arguments),

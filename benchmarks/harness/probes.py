@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import statistics
 import threading
 import time
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from harness.state import State, StateSpec
 
 MIB = 1 << 20
+MEMCPY_PASSES = 3
+"""Their median is the round's figure: one pass of a fraction of a second is easily disturbed."""
 O_DIRECT_VARIANTS = ((1, 4), (1, 16), (4, 4), (4, 16))
 """Threads x MiB per write."""
 
@@ -40,7 +43,7 @@ PROBES = {probe.name: probe for probe in (MEMCPY, *O_DIRECT, GRPC_STREAM)}
 
 
 def memcpy_seconds(spec: StateSpec, state: State) -> float:
-    """Copy the state once, one memmove a tensor, into a shared mapping that was written before.
+    """Time a copy of the state, one memmove a tensor, into a shared mapping that is warm.
 
     The mapping lives no longer than this: memory that idle processes hold makes the kernel start
     writing the peers' dirty pages earlier.
@@ -51,9 +54,11 @@ def memcpy_seconds(spec: StateSpec, state: State) -> float:
         os.close(fd)
         memory.madvise(MADV_POPULATE_WRITE)
         first_byte = ctypes.c_char.from_buffer(memory)
-        taken_s = [_copy_seconds(state, ctypes.addressof(first_byte)) for _ in range(2)]
+        taken_s = [
+            _copy_seconds(state, ctypes.addressof(first_byte)) for _ in range(MEMCPY_PASSES + 1)
+        ]
         del first_byte  # a mapping with a view into it cannot be closed
-    return taken_s[-1]
+    return statistics.median(taken_s[1:])
 
 
 def _copy_seconds(state: State, place: int) -> float:

@@ -57,13 +57,14 @@ class Slot:
 
 @dataclass(slots=True)
 class Segment:
-    """Consecutive slots in one mapping. fd: the memfd, for a later writer; -1: private memory."""
+    """Consecutive slots in one mapping. fd: the memfd, kept for a later writer; -1: none."""
 
     segment_id: int
     first_slot: int
     size: int
     fd: int
     address: int
+    shared: bool
     populated: bool = False
 
 
@@ -193,7 +194,10 @@ class Arena:
         self.close_fds()
         self._free.clear()
         for segment in self.segments:
-            _libc.munmap(segment.address, segment.size)
+            # Private memory stays: a thread of gRPC may still be reading a slot of a broken
+            # stream. Shared slots are only touched by who holds them.
+            if segment.shared:
+                _libc.munmap(segment.address, segment.size)
         self.segments.clear()
 
 
@@ -210,14 +214,15 @@ def map_segment(segment_id: int, first_slot: int, size: int, fd: int) -> Segment
         raise ValueError(f"arena segment {segment_id} is not a sealed memfd")
     if size <= 0 or size % BLOCK_BYTES or os.fstat(fd).st_size != size:
         raise ValueError(f"arena segment {segment_id} does not have {size} bytes")
-    return Segment(segment_id, first_slot, size, fd, _map(size, _MAP_SHARED, fd))
+    return Segment(segment_id, first_slot, size, fd, _map(size, _MAP_SHARED, fd), shared=True)
 
 
 def private_arena(window_bytes: int, slot_count: int) -> Arena:
     """Return slots in private memory, for the inline road. Raises OSError."""
     size = window_bytes * slot_count
     arena = Arena(window_bytes)
-    arena.add(Segment(0, 0, size, -1, _map(size, _MAP_PRIVATE_ANONYMOUS, -1)))
+    address = _map(size, _MAP_PRIVATE_ANONYMOUS, -1)
+    arena.add(Segment(0, 0, size, -1, address, shared=False))
     return arena
 
 

@@ -20,6 +20,8 @@ from shardwright_proto.v1 import writer_pb2 as wire
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    import grpc
+
     from shardwright.arena import Slot
     from shardwright.stage import Window
 
@@ -139,7 +141,7 @@ def window_ready(window: Window, slot: Slot) -> wire.SaveRequest:
 def inline_chunks(window: Window, slot: Slot) -> Iterator[bytes]:
     """Cut a window that lies in a private slot into messages, from its first shard byte on.
 
-    They come serialised: a slot's bytes are copied once, into the message (shardwright_proto.inline).
+    They come serialised: a slot's bytes are copied once, into the message.
     """
     for offset in range(window.begin, window.end, CHUNK_BYTES):
         stop = min(offset + CHUNK_BYTES, window.end)
@@ -157,8 +159,18 @@ def inline_chunks(window: Window, slot: Slot) -> Iterator[bytes]:
         )
 
 
-def serialise(message: wire.SaveRequest | bytes) -> bytes:
-    """Return the bytes of a message, for gRPC."""
+def save_method(
+    channel: grpc.Channel,
+) -> grpc.StreamStreamMultiCallable[Message, wire.SaveReply]:
+    """Return Writer.Save as the generated stub has it, but for messages that come serialised."""
+    return channel.stream_stream(
+        "/shardwright.v1.Writer/Save",
+        request_serializer=_serialise,
+        response_deserializer=wire.SaveReply.FromString,
+    )
+
+
+def _serialise(message: Message) -> bytes:
     return message if isinstance(message, bytes) else message.SerializeToString()
 
 

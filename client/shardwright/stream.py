@@ -258,9 +258,8 @@ class SaveStream:
         self._skeleton_sent = False
         metadata = ((TOKEN_METADATA_KEY, session.token),)
         try:
-            call = _save_method(self._connection.channel(session))(
-                box.messages(), metadata=metadata
-            )
+            save = outbox.save_method(self._connection.channel(session))
+            call = save(box.messages(), metadata=metadata)
         except ValueError as error:  # another save has just moved on to a newer channel
             raise _BrokenStreamError(str(error)) from None
         self._open_sent = True
@@ -297,9 +296,7 @@ class SaveStream:
         assert isinstance(error, grpc.Call)
         code, details = error.code(), error.details()
         if code in _PERMANENT:
-            self.abort(
-                SaveFailedError("INTERNAL", f"the writer's gRPC says {code.name}: {details}")
-            )
+            self._fail("INTERNAL", f"the writer's gRPC says {code.name}: {details}")
         if code in _STALE_TOKEN:
             self._connection.invalidate(session)
         raise _BrokenStreamError(f"{code.name}: {details}") from None
@@ -338,9 +335,7 @@ class SaveStream:
         try:
             whole = self.layout.add(chunk, session)
         except stage.LayoutError as error:
-            self.abort(
-                SaveFailedError("INTERNAL", str(error), hint="save again", lost=_AN_OLDER_STAYS)
-            )
+            self._fail("INTERNAL", str(error))
             return
         if whole:
             # Not only after Opened: a writer without a journal needs it to check what was durable.
@@ -355,17 +350,11 @@ class SaveStream:
         self._temporary_names = list(opened.temporary_names) or self._temporary_names
         durable = {(ref.file, ref.window) for ref in opened.durable}
         if opened.window_bytes != session.window_bytes or self.layout.schedule is None:
-            self.abort(SaveFailedError("INTERNAL", "the writer opened the save without its layout"))
+            self._fail("INTERNAL", "the writer opened the save without its layout")
             return
         if (lost := self.ledger.lost(durable)) and not opened.captured:
-            self.abort(
-                SaveFailedError(
-                    "UNKNOWN_SAVE",
-                    f"the writer and its journal were lost, and {lost} windows with them",
-                    hint="save again",
-                    lost=_AN_OLDER_STAYS,
-                )
-            )
+            what = f"the writer and its journal were lost, and {lost} windows with them"
+            self._fail("UNKNOWN_SAVE", what)
             return
         self._reopens += 1
         box = self._outbox
@@ -391,6 +380,9 @@ class SaveStream:
 
     # --- the end ----------------------------------------------------------------------------------
 
+    def _fail(self, reason: str, message: str) -> None:
+        self.abort(SaveFailedError(reason, message, "save again", lost=_AN_OLDER_STAYS))
+
     def _stop_staging(self) -> None:
         self.ledger.stop()
         self.layout.wake()
@@ -408,14 +400,3 @@ class SaveStream:
             self._handle.apply(event, error)
         self._stop_staging()
         self.ledger.release_all()
-
-
-def _save_method(
-    channel: grpc.Channel,
-) -> grpc.StreamStreamMultiCallable[outbox.Message, wire.SaveReply]:
-    """Return Writer.Save as the generated stub has it, but for messages that come serialised."""
-    return channel.stream_stream(
-        "/shardwright.v1.Writer/Save",
-        request_serializer=outbox.serialise,
-        response_deserializer=wire.SaveReply.FromString,
-    )

@@ -8,20 +8,36 @@ import pytest
 import torch
 from tests.cases.reference import write_by_formats
 
+import shardwright
 from shardwright.capture.safetensors_dict import forget_structures as forget_dicts
 from shardwright.capture.torch_format import forget_structures as forget_objects
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.cases.reference import Road
+    from tests.conftest import WriterProcess
 
 
-@pytest.fixture(params=["formats"])
+@pytest.fixture(params=["formats", "shared", "inline"])
 def road(request: pytest.FixtureRequest) -> Road:
-    """How objects get to files: by the pure formats."""
-    assert request.param == "formats"
-    return write_by_formats
+    """How objects get to files: by the pure formats, or through the daemon by either transport."""
+    if request.param == "formats":
+        return write_by_formats
+    writer: WriterProcess = request.getfixturevalue("session_writer")
+
+    def write_by_daemon(obj: object, path: Path, format_name: str) -> None:
+        shardwright.save(
+            obj,
+            path,
+            format=format_name,  # type: ignore[arg-type]
+            transport=request.param,
+            endpoint=writer.endpoint,
+            on_error="raise",
+        )
+
+    return write_by_daemon
 
 
 @pytest.fixture(autouse=True)

@@ -98,6 +98,7 @@ class Save:
     captured: bool = False
     verdict: wire.SaveReply | None = None
     windows_seen: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    stream: Stream | None = None  # the one that speaks for it now
 
 
 class FakeWriter:
@@ -521,6 +522,7 @@ class Stream:
 
     def _begin(self, save: Save, *, resumed: bool) -> None:
         self._save = save
+        save.stream = self
         if not self._open.layout_known:
             layout = wire.Layout(
                 offsets=array("Q", save.offsets).tobytes(),
@@ -594,6 +596,8 @@ class Stream:
         writer, save = self._writer, self._save
         with writer.lock:
             if save is None or writer.hold_acks.is_set() or save.verdict is not None:
+                return
+            if save.stream is not self or not self._context.is_active():
                 return
             waiting, self._waiting = self._waiting, []
             done = []

@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 from tests.cases.oracle import differences, sharing
 from tests.cases.reference import write_by_formats
+from torch.overrides import TorchFunctionMode
 
 from shardwright.capture import capture
 from shardwright.capture.torch_format import forget_structures
@@ -249,6 +250,38 @@ def test_arguments_of_the_other_format_are_refused(argument: str) -> None:
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(UnsupportedObjectError, match="'onnx'"):
         capture({}, "onnx")
+
+
+class CountingMode(TorchFunctionMode):
+    """Counts what it is asked, as torch.set_default_device's mode is."""
+
+    calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_torch_function_mode_is_asked_about_every_tensor(tmp_path: Path) -> None:
+    obj: dict[str, Any] = {f"w{i}": torch.arange(float(i)) for i in range(100)}
+    with CountingMode() as mode:
+        capture(obj, "torch")
+        capture(obj | {"step": 1}, "torch")
+        capture(obj, "torch")
+        capture(obj, "safetensors")
+        capture(obj, "safetensors")
+    assert mode.calls == 0
+
+
+def test_the_default_device_does_not_matter(tmp_path: Path) -> None:
+    obj = {"t": torch.arange(6.0).view(2, 3).t(), "holes": torch.arange(9.0)[::3]}
+    path = tmp_path / "w.pt"
+    torch.set_default_device("meta")
+    try:
+        write_by_formats(obj, path, "torch")
+    finally:
+        torch.set_default_device(None)
+    assert differences(obj, torch.load(path), exact=False) == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

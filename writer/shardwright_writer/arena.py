@@ -26,6 +26,7 @@ _MADV_POPULATE_WRITE = 23
 _POPULATE_BYTES = 64 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _SLOTS_MIN = 4
+_LATE_BYTES_MAX = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +41,37 @@ class Segment:
 
 
 class ArenaBudget:
-    """What all leases may hold together, fixed at start."""
+    """What all leases may hold together, fixed at start.
+
+    The last part is for latecomers: only leases of the fewest windows may come from it, so that
+    one large job leaves room for another to save, slowly.
+    """
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
         self.bytes_leased = 0
+        self._bytes_late = min(bytes_max // 8, _LATE_BYTES_MAX)
 
-    def grant(self, want_bytes: int, ranks: int, window_bytes: int = 0) -> tuple[int, int]:
+    def grant(
+        self,
+        want_bytes: int,
+        ranks: int,
+        window_bytes: int = 0,
+        window_bytes_max: int = WINDOW_BYTES_MAX,
+    ) -> tuple[int, int]:
         """Reserve a lease; return (lease bytes, window bytes).
 
-        A rank gets what it wants up to its share, bytes_max / ranks, so that the ranks of a node
-        that come later find theirs; want_bytes = 0 asks for the whole share. A few windows are
-        granted even beyond the share, as long as there are any.
+        A rank gets what it wants up to its share, so that the ranks of a node that come later find
+        theirs; want_bytes = 0 asks for the whole share. window_bytes: as an earlier lease had them.
         """
-        limit = min(self.bytes_max // max(1, ranks), self.bytes_max - self.bytes_leased)
+        free = self.bytes_max - self.bytes_leased
+        usual = self.bytes_max - self._bytes_late
+        limit = max(0, min(usual // max(1, ranks), free - self._bytes_late))
         size = min(want_bytes or limit, limit)
-        window = window_bytes or window_bytes_for(size)
+        window = window_bytes or min(window_bytes_for(size), window_bytes_max)
         slots = min(-(-size // window), limit // window)
         if slots < _SLOTS_MIN:
-            slots = min(_SLOTS_MIN, (self.bytes_max - self.bytes_leased) // window)
+            slots = min(_SLOTS_MIN, free // window)
         if slots < 1:
             raise Refusal(
                 Reason.BUSY,
@@ -67,6 +80,14 @@ class ArenaBudget:
             )
         self.bytes_leased += slots * window
         return slots * window, window
+
+    def extend(self, lease_bytes: int, want_bytes: int, ranks: int, window_bytes: int) -> int:
+        """Reserve more for a lease that is too small; return the bytes added, perhaps 0."""
+        usual = self.bytes_max - self._bytes_late
+        room = min(want_bytes, usual // max(1, ranks)) - lease_bytes
+        more = max(0, min(room, usual - self.bytes_leased)) // window_bytes * window_bytes
+        self.bytes_leased += more
+        return more
 
     def give_back(self, lease_bytes: int) -> None:
         """Return a lease's bytes."""

@@ -125,12 +125,12 @@ class Clients:
                 Reason.BAD_REQUEST, f"window_bytes {window} is not a power of two in range"
             )
         want = _number(request, "want_bytes", 1 << 62)
-        if inline:
-            want, window = min(want or INLINE_LEASE_BYTES, INLINE_LEASE_BYTES), INLINE_WINDOW_BYTES
-            window = min(window, max(WINDOW_BYTES_MIN, self.budget.bytes_max // 8))
-            window = 1 << (window.bit_length() - 1)
         ranks = max(1, _number(request, "local_world_size", 1 << 16))
-        granted, window = self.budget.grant(want, ranks, window)
+        if inline:
+            want = min(want or INLINE_LEASE_BYTES, INLINE_LEASE_BYTES)
+            granted, window = self.budget.grant(want, ranks, window, INLINE_WINDOW_BYTES)
+        else:
+            granted, window = self.budget.grant(want, ranks, window)
         client = Client(
             client_id=client_id,
             uid=uid,
@@ -202,15 +202,11 @@ class Clients:
     def grow(self, client: Client, request: dict[str, Any]) -> None:
         """Enlarge the lease towards want_bytes as far as the budget goes."""
         want = _number(request, "want_bytes", 1 << 62)
-        lease = client.lease
         ranks = max(1, _number(request, "local_world_size", 1 << 16))
-        share = self.budget.bytes_max // ranks
-        more = min(want, share) - lease.lease_bytes
-        more = min(more, self.budget.bytes_max - self.budget.bytes_leased)
-        slots = more // lease.window_bytes
-        if slots > 0 and not client.inline:
-            self.budget.bytes_leased += slots * lease.window_bytes
-            lease.lease_bytes += slots * lease.window_bytes
+        lease = client.lease
+        if not client.inline:
+            more = self.budget.extend(lease.lease_bytes, want, ranks, lease.window_bytes)
+            lease.lease_bytes += more
             self._remember(client)
 
     def target(self, client: Client, request: dict[str, Any], fds: list[int]) -> None:

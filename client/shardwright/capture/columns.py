@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwright.capture.source import extent_elements
+from shardwright.capture.source import extent_elements, unobserved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -59,6 +59,11 @@ class Columns:
     @classmethod
     def read(cls, tensors: list[torch.Tensor]) -> Columns:
         """Read all facts. Raises one of UNREADABLE when a tensor has no strided memory."""
+        with unobserved():
+            return cls._read(tensors)
+
+    @classmethod
+    def _read(cls, tensors: list[torch.Tensor]) -> Columns:
         dtypes: list[torch.dtype] = list(map(_dtype_of, tensors))
         shapes = _interned(map(_shape_of, tensors))
         strides = _interned(map(torch.Tensor.stride, tensors))
@@ -86,24 +91,29 @@ class Columns:
         if len(tensors) != len(self.dtypes):
             return False
         try:
-            return (
-                (attributes or not any_attributes(tensors))
-                and _all_equal(map(_shape_of, tensors), self.shapes)
-                and _all_equal(map(torch.Tensor.stride, tensors), self.strides)
-                and list(map(_dtype_of, tensors)) == self.dtypes
-                and list(map(_requires_grad_of, tensors)) == self.requires_grad
-                and list(map(_storage_offset, tensors)) == self.storage_offsets
-                and list(map(_storage_bytes, map(_storage_of, tensors))) == self.storage_nbytes
-                and _flags(tensors, self.dtypes) == self.flags
-                and _elsewhere(tensors) == self.elsewhere
-            )
+            with unobserved():
+                return self._same_as(tensors, attributes)
         except UNREADABLE:
             return False
+
+    def _same_as(self, tensors: list[torch.Tensor], attributes: bool) -> bool:
+        return (
+            (attributes or not any_attributes(tensors))
+            and _all_equal(map(_shape_of, tensors), self.shapes)
+            and _all_equal(map(torch.Tensor.stride, tensors), self.strides)
+            and list(map(_dtype_of, tensors)) == self.dtypes
+            and list(map(_requires_grad_of, tensors)) == self.requires_grad
+            and list(map(_storage_offset, tensors)) == self.storage_offsets
+            and list(map(_storage_bytes, map(_storage_of, tensors))) == self.storage_nbytes
+            and _flags(tensors, self.dtypes) == self.flags
+            and _elsewhere(tensors) == self.elsewhere
+        )
 
 
 def read_addresses(tensors: list[torch.Tensor]) -> list[int]:
     """Return where each tensor's first element lies."""
-    return list(map(torch.Tensor.data_ptr, tensors))
+    with unobserved():
+        return list(map(torch.Tensor.data_ptr, tensors))
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
@@ -120,7 +130,8 @@ def _interned(sizes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 def any_attributes(tensors: Iterable[torch.Tensor]) -> bool:
     """Say whether somebody gave a Python attribute to one of them."""
-    return any(map(_attributes_of, tensors))
+    with unobserved():
+        return any(map(_attributes_of, tensors))
 
 
 def _all_equal(left: Iterable[Any], right: list[Any]) -> bool:
@@ -164,4 +175,5 @@ def _elsewhere(tensors: list[torch.Tensor]) -> list[tuple[int, torch.device]]:
 
 def storage_keys(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Return a number per tensor that two tensors share when they share a storage."""
-    return list(map(getattr, map(_storage_of, tensors), repeat("_cdata")))
+    with unobserved():
+        return list(map(getattr, map(_storage_of, tensors), repeat("_cdata")))

@@ -7,6 +7,7 @@ lie row-major is packed on the way. Called by `capture`; gives a Capture to the 
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -18,7 +19,7 @@ from shardwright.capture.base import Capture
 from shardwright.capture.cache import StructureCache
 from shardwright.capture.columns import Columns, read_addresses
 from shardwright.capture.names import Namer, fit, key_text
-from shardwright.capture.source import DeviceSource, RelayoutSource, storage_begin
+from shardwright.capture.source import DeviceSource, RelayoutSource, storage_begin, unobserved
 from shardwright.capture.subjects import read_columns
 from shardwright.errors import UnsupportedObjectError
 from shardwright_proto.limits import DIMS_MAX, NAME_BYTES_MAX
@@ -88,10 +89,9 @@ def capture_safetensors(
     _check_items(keys, tensors)
     columns = _read(obj, keys, tensors)
     packed = _packed(columns, tensors)
-    nbytes = [
-        tensor.nbytes if index in packed else extent
-        for index, (tensor, extent) in enumerate(zip(tensors, columns.extents, strict=True))
-    ]
+    nbytes = list(columns.extents)
+    for index in packed:
+        nbytes[index] = math.prod(columns.shapes[index]) * columns.dtypes[index].itemsize
     built = plan.build(
         "safetensors",
         keys,
@@ -142,7 +142,8 @@ def _is_utf8(text: str) -> bool:
 
 def _check_items(keys: list[Any], values: list[Any]) -> None:
     for key, value in zip(keys, values, strict=True):
-        reason = _key_refusal(key) or _value_refusal(value)
+        with unobserved():
+            reason = _key_refusal(key) or _value_refusal(value)
         if reason is not None:
             name = fit(key_text(key))
             raise UnsupportedObjectError(f"{name!r} {reason[0]}", (name,), reason[1])
@@ -211,7 +212,8 @@ def _packed(columns: Columns, tensors: list[torch.Tensor]) -> set[int]:
     """Return the tensors that are not row-major, or whose values are not what lies in memory."""
     packed = {index for index, _ in columns.flags}
     if not columns.contiguous:
-        packed |= {i for i, tensor in enumerate(tensors) if not tensor.is_contiguous()}
+        with unobserved():
+            packed |= {i for i, tensor in enumerate(tensors) if not tensor.is_contiguous()}
     return packed
 
 

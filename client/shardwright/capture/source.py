@@ -11,9 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+unobserved: Final[Callable[[], contextlib.AbstractContextManager[Any]]] = (
+    torch._C.DisableTorchFunction
+)
+"""Within it no torch function mode sees an access. torch.set_default_device installs such a mode,
+which would make each access to each tensor a hundred times slower."""
 
 _PIECE_ELEMENTS: Final = 1 << 18
 """How much is packed at once where source and destination do not line up."""
@@ -51,7 +60,7 @@ class DeviceSource:
     def copy_into(self, address: int, begin: int, count: int) -> None:
         """See Source. The copy waits for what the trainer's stream held at capture."""
         if count:
-            with torch.no_grad(), _on_stream(self._stream):
+            with torch.no_grad(), unobserved(), _on_stream(self._stream):
                 host_bytes(address, count).copy_(self._bytes[begin : begin + count])
 
 
@@ -78,7 +87,7 @@ class RelayoutSource:
             return
         end = begin + count
         assert 0 <= begin < end <= self.nbytes
-        with torch.no_grad():
+        with torch.no_grad(), unobserved():
             tensor = self._on_host()
             item = tensor.element_size()
             if begin % item or end % item or address % item:

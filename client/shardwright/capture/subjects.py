@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from shardwright.capture.columns import UNREADABLE, Columns, any_attributes
+from shardwright.capture.source import unobserved
 from shardwright.capture.storages import STORAGE_CLASSES, WholeStorage, beyond_storage, null_address
 from shardwright.capture.torch_pickle import NO_STORAGE_DEVICES
 from shardwright.errors import UnsupportedObjectError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from shardwright.capture.names import Namer
     from shardwright.capture.torch_pickle import Pickled
 
@@ -36,7 +39,7 @@ class Subjects:
     tensors: as read; originals: as they stand in the object. appearances: (storage, class name).
     """
 
-    sequence: list[int]
+    sequence: Sequence[int]
     originals: list[torch.Tensor]
     tensors: list[torch.Tensor]
     columns: Columns
@@ -46,12 +49,12 @@ class Subjects:
     owners: list[Any]  # by storage: the object that stands in the stream
 
 
-def number(objects: list[Any]) -> tuple[list[int], list[Any]]:
+def number(objects: list[Any]) -> tuple[Sequence[int], list[Any]]:
     """Return numbers in order of first appearance, and each object once."""
     ids = list(map(id, objects))
+    if len(set(ids)) == len(ids):
+        return range(len(ids)), objects
     first = dict(zip(ids, objects, strict=True))
-    if len(first) == len(ids):
-        return list(range(len(ids))), objects
     number_of = {key: index for index, key in enumerate(first)}
     return [number_of[key] for key in ids], list(first.values())
 
@@ -60,7 +63,7 @@ def number(objects: list[Any]) -> tuple[list[int], list[Any]]:
 class Ahead:
     """Tensors that a walk found before the pickler ran: all of them plain, columns and all."""
 
-    sequence: list[int]
+    sequence: Sequence[int]
     tensors: list[torch.Tensor]
     columns: Columns
 
@@ -74,7 +77,8 @@ def read_ahead(found: list[torch.Tensor]) -> Ahead | None:
         return None
     if null_address(columns) is not None:
         return None
-    hooked = any(columns.requires_grad) and any(t._backward_hooks for t in tensors)
+    with unobserved():
+        hooked = any(columns.requires_grad) and any(t._backward_hooks for t in tensors)
     if (
         hooked
         or any_attributes(tensors)
@@ -103,11 +107,12 @@ def divide(pickled: Pickled, namer: Namer, ahead: Ahead | None = None) -> Subjec
         [subject for subject, yes in zip(subjects, is_tensor, strict=True) if yes]
     )
     tensors, columns = read_columns(originals, namer)
-    it = Subjects([], originals, tensors, columns, [], [], [], [])
+    stream: list[int] = []
+    it = Subjects(stream, originals, tensors, columns, [], [], [], [])
     remaining = iter(numbers)
     number_of: dict[int, int] = {}
     for subject, yes in zip(subjects, is_tensor, strict=True):
-        it.sequence.append(next(remaining) if yes else _add_storage(it, number_of, subject, namer))
+        stream.append(next(remaining) if yes else _add_storage(it, number_of, subject, namer))
     return it
 
 

@@ -18,7 +18,7 @@ from shardwright.capture.cache import StructureCache
 from shardwright.capture.columns import Columns, read_addresses
 from shardwright.capture.names import Namer, find_unpicklable
 from shardwright.capture.opcodes import OpcodeWriter
-from shardwright.capture.source import DeviceSource, RelayoutSource, storage_begin
+from shardwright.capture.source import DeviceSource, RelayoutSource, storage_begin, unobserved
 from shardwright.capture.storages import Records, SharedBytesError
 from shardwright.capture.subjects import Subjects, divide, number, read_ahead, shared_bytes
 from shardwright.capture.torch_pickle import Pickled, RefusedError
@@ -26,7 +26,7 @@ from shardwright.errors import UnsupportedObjectError
 from shardwright_proto.limits import DIMS_MAX, SKELETON_BYTES_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Container, Sequence
 
     from shardwright.capture.source import Source
     from shardwright.capture.structure import Structure
@@ -39,7 +39,7 @@ KEPT_SKELETON_BYTES_MAX: Final = 64 << 20
 class _Known:
     """What was derived from a structure whose tensors are all plain and all found by the walk."""
 
-    sequence: list[int]
+    sequence: Sequence[int]
     columns: Columns
     records: Records
     plan: plan.Plan
@@ -77,7 +77,7 @@ def _capture_known(obj: object, seen: Structure, known: _Known) -> Capture | Non
     if storages.null_address(columns) is not None or not _same_sharing(known, columns, tensors):
         return None
     skeleton = known.skeleton
-    if seen.opaque or seen.leaves != known.leaves:
+    if seen.opaque or seen.leaves != known.leaves or not skeleton:
         pickled = _pickle(obj, set(map(id, tensors)))
         if not _walk_found_all(pickled, seen) or pickled.memo_base > known.memo_base:
             return None
@@ -133,7 +133,7 @@ def _capture_new(obj: object, seen: Structure | None) -> Capture:
             parts=parts,
             memo_base=pickled.memo_base,
             leaves=seen.leaves,
-            skeleton=skeleton,
+            skeleton=b"" if seen.opaque else skeleton,  # an opaque one is never used again
         )
         _known.keep(seen.shape, known)
     return _assemble(built, skeleton, it.columns, records, it.tensors, it)
@@ -260,7 +260,8 @@ def _sources(
     sources: dict[int, Source] = {}
     for record in records.packed:
         tensor = tensors[records.tensor_of[record]]
-        sources[record] = RelayoutSource(_elements(tensor, records.shapes[record]))
+        with unobserved():
+            sources[record] = RelayoutSource(_elements(tensor, records.shapes[record]))
     elsewhere = {index for index, _ in columns.elsewhere}
     if not elsewhere and not untyped:
         return sources

@@ -24,7 +24,7 @@ from shardwright.capture.columns import UNREADABLE, attributes_of
 from shardwright.capture.source import extent_elements
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Container, Sequence
 
 _PROTOCOL: Final = 2
 _NONCE_BYTES: Final = 24
@@ -78,19 +78,16 @@ def pickle_object(obj: object, plain: Container[int] = frozenset()) -> Pickled:
     plain: ids of tensors that are known to be strided memory and nothing else.
     """
     chunks = _Chunks()
-    subjects = _Subjects(plain)
-    pickler = pickle.Pickler(chunks, protocol=_PROTOCOL)
-    pickler.dispatch_table = {**copyreg.dispatch_table, torch.memory_format: _memory_format}
-    pickler.persistent_id = subjects.persistent_id  # type: ignore[method-assign]
+    pickler = _TorchPickler(chunks, plain)
     pickler.dump(obj)
     data = b"".join(chunks) if len(chunks) > 1 else chunks[0]
     chunks.clear()
     pickler.dump([])  # takes one more memo slot, whose number tells how many there are
     memo_size = _memo_slot(b"".join(chunks)) + 1
-    pieces = data.split(subjects.placeholder)
-    assert len(pieces) == len(subjects.found) + 1, "a placeholder was lost, or occurred by chance"
+    pieces = data.split(pickler.placeholder)
+    assert len(pieces) == len(pickler.subjects) + 1, "a placeholder was lost, or is there by chance"
     base = -(-memo_size // _MEMO_ROUNDING) * _MEMO_ROUNDING
-    return Pickled(pieces, subjects.found, subjects.owners, base)
+    return Pickled(pieces, pickler.subjects, pickler.owners, base)
 
 
 def splice(pickled: Pickled, parts: Sequence[bytes]) -> bytes:
@@ -109,42 +106,39 @@ class _Chunks(list[bytes]):
         self.append(data)
 
 
-class _Subjects:
+class _TorchPickler(pickle.Pickler):
     """Puts the same placeholder wherever data stands; the order tells which is which."""
 
-    def __init__(self, plain: Container[int]) -> None:
+    def __init__(self, file: _Chunks, plain: Container[int]) -> None:
+        super().__init__(file, protocol=_PROTOCOL)
+        self.dispatch_table = {**copyreg.dispatch_table, torch.memory_format: _memory_format}
         nonce = secrets.token_bytes(_NONCE_BYTES - 1) + b"\x01"  # positive, and exactly as long
         self.placeholder = b"\x8a" + bytes((_NONCE_BYTES,)) + nonce + b"Q"
-        self.found: list[Any] = []
+        self.subjects: list[Any] = []
         self.owners: list[Any] = []
-        self.persistent_id = self._closure(int.from_bytes(nonce, "little"), plain)
+        self._number = int.from_bytes(nonce, "little")
+        self._plain = plain
+        self._owner: Any = None
 
-    def _closure(self, number: int, plain: Container[int]) -> Callable[[Any], int | None]:
-        """Return the function that the pickler calls for every object: half of all the time."""
-        found, owners = self.found, self.owners
-        owner: Any = None
-
-        def persistent_id(obj: Any) -> int | None:
-            nonlocal owner
-            cls = type(obj)
-            if cls is str or cls in _ATOMS:
-                return None
-            if cls is torch.Tensor or cls is torch.nn.Parameter:
-                if id(obj) in plain or _is_plain(obj):
-                    found.append(obj)
-                    owners.append(owner)
-                    return number
-            elif isinstance(obj, _STORAGES):
-                found.append(obj)
-                owners.append(owner)
-                return number
-            elif isinstance(obj, torch.Tensor):
-                _check_subclass(obj)
-            if cls not in _NAMELESS and not isinstance(obj, type):
-                owner = obj
+    def persistent_id(self, obj: Any) -> int | None:
+        """Return what stands for obj. Called for every object: half of a first capture's time."""
+        cls = type(obj)
+        if cls is str or cls in _ATOMS:
             return None
-
-        return persistent_id
+        if cls is torch.Tensor or cls is torch.nn.Parameter:
+            if id(obj) in self._plain or _is_plain(obj):
+                self.subjects.append(obj)
+                self.owners.append(self._owner)
+                return self._number
+        elif isinstance(obj, _STORAGES):
+            self.subjects.append(obj)
+            self.owners.append(self._owner)
+            return self._number
+        elif isinstance(obj, torch.Tensor):
+            _check_subclass(obj)
+        if cls not in _NAMELESS and not isinstance(obj, type):
+            self._owner = obj
+        return None
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
