@@ -1,14 +1,14 @@
-"""Two roads from an object to files: the formats alone, and a real writer.
+"""From an object to files without a writer process: capture and the pure formats alone.
 
-A road is `write(obj, path, format, metadata=..., max_shard_size=...)`. `write_by_formats` goes
-from the client's capture through the writer's pure formats with no process, wire or arena between
-them, in windows small enough that tensors straddle them.
+A road is `write(obj, path, format)`; conftest.py has those that go through a real writer. Here no
+process, wire or arena lies between the client's capture and the writer's formats, and windows are
+small enough that tensors straddle them.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from shardwright_writer.plan_codec import parse_plan
 from shardwright_writer.refusal import Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from shardwright.capture import Capture
@@ -31,18 +31,8 @@ WINDOW_BYTES = 1 << 20
 REFUSALS = (UnsupportedObjectError, SaveFailedError, Refusal)
 
 
-class Road(Protocol):
-    """How a test saves an object. Raises ShardwrightError or Refusal when it is refused."""
-
-    def __call__(
-        self,
-        obj: object,
-        path: Path,
-        format: str,  # noqa: A002
-        *,
-        metadata: Mapping[str, str] | None = None,
-        max_shard_size: int | str | None = None,
-    ) -> None: ...
+Road: TypeAlias = "Callable[[object, Path, str], None]"
+"""How a test saves: object, path, format. Raises one of REFUSALS when it is refused."""
 
 
 def write_by_formats(
