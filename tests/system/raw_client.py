@@ -34,7 +34,7 @@ class RawClient:
         self.sock.connect(socket_path)
         self.segments: list[tuple[int, mmap.mmap]] = []
         self._sequence = 0
-        attach = {
+        attach: dict[str, Any] = {
             "wire": limits.WIRE_VERSION,
             "client_id": secrets.token_hex(16),
             "pid": os.getpid(),
@@ -97,7 +97,7 @@ class RawStream:
     def __init__(self, client: RawClient) -> None:
         self.client = client
         self._requests: queue.SimpleQueue[wire.SaveRequest | None] = queue.SimpleQueue()
-        metadata = [(limits.TOKEN_METADATA_KEY, client.attached["token"])]
+        metadata = ((limits.TOKEN_METADATA_KEY, str(client.attached["token"])),)
         self.replies = client.stub.Save(iter(self._requests.get, None), metadata=metadata)
 
     def send(self, **kind: Any) -> None:
@@ -118,7 +118,7 @@ class RawStream:
 
     def all(self) -> Iterator[tuple[str, Any]]:
         for reply in self.replies:
-            kind = reply.WhichOneof("kind")
+            kind = str(reply.WhichOneof("kind"))
             yield kind, getattr(reply, kind)
 
 

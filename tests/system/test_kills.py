@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import pytest
 import safetensors.torch
 import torch
+from tests.system.trainer import state_of
 
 import shardwright
-from tests.system.trainer import state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,8 +44,11 @@ def load(path: Path) -> dict[str, torch.Tensor]:
 
 def same(state: dict[str, torch.Tensor], path: Path) -> bool:
     got = load(path)
-    return list(got) == list(state) if path.suffix == ".pt" else set(got) == set(state) and all(
-        torch.equal(got[name], tensor) for name, tensor in state.items()
+    return (
+        list(got) == list(state)
+        if path.suffix == ".pt"
+        else set(got) == set(state)
+        and all(torch.equal(got[name], tensor) for name, tensor in state.items())
     )
 
 

@@ -9,6 +9,7 @@ Prints `prepared`, waits for a line on stdin, saves state_of(SEED), prints `capt
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ def state_of(seed: int, mib: int) -> dict[str, torch.Tensor]:
     """Return mib MiB of tensors of uneven sizes, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     left = mib << 18
-    state = {}
+    state: dict[str, torch.Tensor] = {}
     while left:
         count = min(left, int(torch.randint(1, 3 << 20, (1,), generator=generator)))
         state[f"layer.{len(state)}.weight"] = torch.randint(
@@ -30,14 +31,14 @@ def state_of(seed: int, mib: int) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
+    form: Any
+    transport: Any
     path, form, transport, mib, seed = sys.argv[1:]
     state = state_of(int(seed), int(mib))
     shardwright.prepare(state, format=form)
     print("prepared", flush=True)
     sys.stdin.readline()
-    handle = shardwright.async_save(
-        state, path, format=form, transport=transport, on_error="raise"
-    )
+    handle = shardwright.async_save(state, path, format=form, transport=transport, on_error="raise")
     handle.captured(timeout_s=60)
     print("captured", flush=True)
     try:
