@@ -211,7 +211,7 @@ class _Call:
             _stage(save, self.handle, captured, self._settings, inline=inline)
         except ShardwrightError as error:
             self.bad_input = self.bad_input or _is_bad_input(error)
-            self.handle.apply(Event.FAILED, error)
+            self.handle.apply(Event.FAILED, _without_frames(error, self.handle.on_error))
         except BaseException:
             self.handle.apply(Event.CANCELLED, SaveCancelledError("interrupted while staging"))
             raise
@@ -382,6 +382,14 @@ def _rank_and_world(settings: config.Config) -> tuple[int, int]:
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     return settings.rank, settings.world_size
+
+
+def _without_frames(error: ShardwrightError, mode: str) -> ShardwrightError:
+    """Drop what would keep the whole object alive for as long as the handle of a failed save."""
+    error.__traceback__ = None
+    if mode != "raise":  # there the caller sees the cause, and lets go of it
+        error.__cause__ = error.__context__ = None
+    return error
 
 
 def _bad(message: str) -> SaveFailedError:

@@ -165,8 +165,14 @@ class Connection:
     # --- attaching --------------------------------------------------------------------------
 
     def _attach(self, want_bytes: int, deadline_s: float, *, patient: bool) -> Session:
-        if not self._attaching.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
-            raise WriterUnavailableError(f"another thread still attaches to {self.path}")
+        # Who already tries may be patient: an impatient caller takes its failures as its own.
+        gone = not patient and self.unreachable_since_s is not None
+        left_s = 0.0 if gone else max(0.0, deadline_s - time.monotonic())
+        if not self._attaching.acquire(timeout=left_s):
+            raise WriterUnavailableError(
+                f"no writer answers at {self.path}: {self._connect_error or 'still attaching'}",
+                hint="start `writer serve`, or name its socket in SHARDWRIGHT_ENDPOINT",
+            )
         try:
             session = self._session
             if session is not None and session.alive and not session.arena.retired:
@@ -240,6 +246,8 @@ class Connection:
     def _who_we_are(self, arena: Arena | None, want_bytes: int) -> dict[str, object]:
         config = self._config
         shared = self.transport == "shared"
+        if arena is not None and want_bytes:
+            want_bytes = max(want_bytes, arena.bytes_total)  # a new writer must have room for it
         return {
             "wire": WIRE_VERSION,
             "client_id": self._client_id,

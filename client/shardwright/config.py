@@ -54,6 +54,8 @@ class Config:
     """prepare(): until all arena segments are there and populated."""
     stall_timeout_s: float = 30.0
     """A save fails when its writer says nothing for so long, re-attaching included."""
+    progress_timeout_s: float = 900.0
+    """A save fails when its writer speaks, but nothing of it has moved for so long."""
     slot_timeout_s: float = 120.0
     """Staging waits at most so long for the writer to give back one slot."""
     retry_min_s: float = 0.05

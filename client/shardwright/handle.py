@@ -151,6 +151,12 @@ class PendingSave:
         """Tell whether the save can finish without this process."""
         return self._state in _CAPTURED
 
+    @property
+    def figures(self) -> tuple[object, ...]:
+        """What changes as long as the save moves."""
+        staged, received = self._bytes_staged, self._bytes_received
+        return self._state, staged, received, self._bytes_durable, self._writer_stage
+
     def apply(self, event: Event, error: ShardwrightError | None = None) -> bool:
         """Move to the next state; False when the event comes too late to count."""
         with self._condition:

@@ -105,7 +105,7 @@ def wait_for_pending(wait_s: float, stall_s: float) -> list[PendingSave]:
     end_s, seen, moved_s = now_s + wait_s, None, now_s
     while saves := pending():
         now_s = time.monotonic()
-        figures = [(save.save_id, save.progress.stage, _bytes_moved(save)) for save in saves]
+        figures = [(save.save_id, save.figures) for save in saves]
         if figures != seen:
             seen, moved_s = figures, now_s
         left_s = min(end_s, moved_s + stall_s) - now_s
@@ -114,11 +114,6 @@ def wait_for_pending(wait_s: float, stall_s: float) -> list[PendingSave]:
         process.changed.wait(min(left_s, _SLICE_S))
         process.changed.clear()
     return []
-
-
-def _bytes_moved(save: PendingSave) -> int:
-    progress = save.progress
-    return progress.bytes_staged + progress.bytes_received + progress.bytes_durable
 
 
 def _wait_at_end() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
+from shardwright import lifecycle
 from shardwright.errors import SaveCancelledError, SaveTimeoutError, ShardwrightError
 from shardwright.handle import Event
 
@@ -36,7 +37,7 @@ class StagingSink:
             schedule = self._stream.layout.wait(_SLICE_S)
             if schedule is not None:
                 return schedule
-            self._stream.give_up_if_nobody_listens()
+            self._lose_patience()
         raise self._verdict()
 
     def wait_slot(self) -> Slot:
@@ -47,15 +48,9 @@ class StagingSink:
             if slot is not None:
                 return slot
             waited_s = time.monotonic() - started_s
-            if waited_s > self._slot_timeout_s and not self._ledger.stopped:
-                self._stream.abort(
-                    SaveTimeoutError(
-                        f"the writer released no arena slot for {waited_s:.0f} s"
-                        f" ({self._stream.describe_writer()})",
-                        hint="check the storage with `writer status`",
-                    )
-                )
-            self._stream.give_up_if_nobody_listens()
+            if waited_s > self._slot_timeout_s:
+                self._abort(f"the writer released no arena slot for {waited_s:.0f} s")
+            self._lose_patience()
         raise self._verdict()
 
     def window_staged(self, window: Window, slot: Slot) -> None:
@@ -72,6 +67,21 @@ class StagingSink:
         """Every window has been staged."""
         self._handle.apply(Event.STAGED)
         self._ledger.finish()
+
+    def _lose_patience(self) -> None:
+        """Called once a second while the caller waits."""
+        self._stream.give_up_if_nobody_listens()
+        if time.monotonic() > lifecycle.deadline_s():
+            self._abort("SIGTERM came, and its time is up")
+
+    def _abort(self, what: str) -> None:
+        if not self._ledger.stopped:
+            self._stream.abort(
+                SaveTimeoutError(
+                    f"{what} ({self._stream.describe_writer()})",
+                    hint="check the storage with `writer status`",
+                )
+            )
 
     def _verdict(self) -> ShardwrightError:
         return self._handle.error or SaveCancelledError("the save was cancelled")

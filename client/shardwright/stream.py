@@ -87,7 +87,8 @@ class SaveStream:
         self._cancelled = False
         self._given_up_s = float("inf")
         self._ended = False
-        self._heard_s = time.monotonic()
+        self._heard_s = self._moved_s = time.monotonic()
+        self._figures: object = None
         self._trouble = "it has said nothing yet"
         handle.transport = connection.transport
         handle.on_cancel(self.cancel)
@@ -115,8 +116,7 @@ class SaveStream:
         """
         captured = self._handle.is_captured
         self._given_up_s = min(self._given_up_s, time.monotonic())
-        cancelled = isinstance(error, SaveCancelledError)
-        self._handle.apply(Event.CANCELLED if cancelled else Event.FAILED, error)
+        self._handle.apply(_event_of(error), error)
         if captured:
             self._stop_staging()
         else:
@@ -124,14 +124,16 @@ class SaveStream:
 
     def check(self, now_s: float) -> bool:
         """Look for what nobody else would notice; False when there is nothing left to watch."""
-        if now_s > self._deadline_s and not self._ended:
-            self._deadline_s = float("inf")
-            self.abort(
-                SaveTimeoutError(
-                    f"not durable within timeout_s ({self.describe_writer()})",
-                    lost=_AN_OLDER_STAYS,
-                )
-            )
+        figures = self._handle.figures
+        if figures != self._figures:
+            self._figures, self._moved_s = figures, now_s
+        late = "not durable within timeout_s" if now_s > self._deadline_s else ""
+        if now_s - self._moved_s > self._config.progress_timeout_s:
+            late = f"nothing has moved for {now_s - self._moved_s:.0f} s"
+        if late and not self._ended:
+            self._deadline_s, self._moved_s = float("inf"), float("inf")
+            late = f"{late} ({self.describe_writer()})"
+            self.abort(SaveTimeoutError(late, lost=_AN_OLDER_STAYS))
         call = self._call
         if call is not None and now_s - self._heard_s > self._config.stall_timeout_s:
             call.cancel()
@@ -156,7 +158,8 @@ class SaveStream:
             self._target.close()
 
     def _bring_home(self) -> None:
-        pause_s = self._config.retry_min_s
+        config = self._config
+        pause_s = config.retry_min_s
         while True:
             heard_s = self._heard_s
             ended = threading.Event()
@@ -174,11 +177,10 @@ class SaveStream:
                     self._end(error)
             if self._is_over():
                 return
-            pause_max_s = self._config.retry_max_s
-            if self._given_up_s < time.monotonic():
-                pause_max_s = self._config.reclaim_pause_s
-            moved = self._heard_s > heard_s
-            pause_s = self._config.retry_min_s if moved else min(2 * pause_s, pause_max_s)
+            given_up = self._given_up_s < float("inf")
+            pause_max_s = config.reclaim_pause_s if given_up else config.retry_max_s
+            silent = self._heard_s == heard_s
+            pause_s = min(2 * pause_s, pause_max_s) if silent else config.retry_min_s
             ended.wait(pause_s)
 
     def _is_over(self) -> bool:
@@ -205,9 +207,8 @@ class SaveStream:
         if self._cancelled:
             self.abort(SaveCancelledError("the save was cancelled"))
             return
-        lost = _AN_OLDER_STAYS
-        if self._handle.is_captured:
-            lost = "The writer had everything, and commits it if it comes back"
+        captured = "The writer had everything, and commits it if it comes back"
+        lost = captured if self._handle.is_captured else _AN_OLDER_STAYS
         self.abort(
             WriterUnavailableError(
                 f"the writer at {self._connection.path} {what} ({self.describe_writer()}):"
@@ -231,14 +232,8 @@ class SaveStream:
         start_s = time.monotonic() if given_up else self._heard_s
         session = self._connection.live_session(start_s + self._config.stall_timeout_s)
         if session.arena is not self.ledger.arena:
-            self._end(
-                SaveFailedError(
-                    "BUSY",
-                    "the writer that came back could not take the arena over",
-                    hint="start it with the --memory-budget it had before",
-                    lost=_AN_OLDER_STAYS,
-                )
-            )
+            what = "the writer that came back could not take the arena over: is its budget smaller?"
+            self._end(_failure("BUSY", what))
             return
         self._session = session
         if not self._open_sent:
@@ -294,12 +289,12 @@ class SaveStream:
 
     def _on_rpc_error(self, error: grpc.RpcError, session: Session) -> None:
         assert isinstance(error, grpc.Call)
-        code, details = error.code(), error.details()
+        code, what = error.code(), f"{error.code().name}: {error.details()}"
         if code in _PERMANENT:
-            self._fail("INTERNAL", f"the writer's gRPC says {code.name}: {details}")
+            self.abort(_failure("INTERNAL", f"the writer's gRPC says {what}"))
         if code in _STALE_TOKEN:
             self._connection.invalidate(session)
-        raise _BrokenStreamError(f"{code.name}: {details}") from None
+        raise _BrokenStreamError(what) from None
 
     # --- replies ----------------------------------------------------------------------------------
 
@@ -335,7 +330,7 @@ class SaveStream:
         try:
             whole = self.layout.add(chunk, session)
         except stage.LayoutError as error:
-            self._fail("INTERNAL", str(error))
+            self.abort(_failure("INTERNAL", str(error)))
             return
         if whole:
             # Not only after Opened: a writer without a journal needs it to check what was durable.
@@ -350,11 +345,11 @@ class SaveStream:
         self._temporary_names = list(opened.temporary_names) or self._temporary_names
         durable = {(ref.file, ref.window) for ref in opened.durable}
         if opened.window_bytes != session.window_bytes or self.layout.schedule is None:
-            self._fail("INTERNAL", "the writer opened the save without its layout")
+            self.abort(_failure("INTERNAL", "the writer opened the save without its layout"))
             return
         if (lost := self.ledger.lost(durable)) and not opened.captured:
             what = f"the writer and its journal were lost, and {lost} windows with them"
-            self._fail("UNKNOWN_SAVE", what)
+            self.abort(_failure("UNKNOWN_SAVE", what))
             return
         self._reopens += 1
         box = self._outbox
@@ -380,9 +375,6 @@ class SaveStream:
 
     # --- the end ----------------------------------------------------------------------------------
 
-    def _fail(self, reason: str, message: str) -> None:
-        self.abort(SaveFailedError(reason, message, "save again", lost=_AN_OLDER_STAYS))
-
     def _stop_staging(self) -> None:
         self.ledger.stop()
         self.layout.wake()
@@ -392,11 +384,17 @@ class SaveStream:
         if self._ended:
             return
         self._ended = True
-        if isinstance(error, SaveCancelledError):
-            event = Event.CANCELLED
-        elif error is not None:
-            event = Event.FAILED
+        if error is not None:
+            event = _event_of(error)
         if event is not None:
             self._handle.apply(event, error)
         self._stop_staging()
         self.ledger.release_all()
+
+
+def _failure(reason: str, message: str) -> SaveFailedError:
+    return SaveFailedError(reason, message, "save again", lost=_AN_OLDER_STAYS)
+
+
+def _event_of(error: ShardwrightError) -> Event:
+    return Event.CANCELLED if isinstance(error, SaveCancelledError) else Event.FAILED

@@ -249,6 +249,16 @@ def test_a_save_that_is_not_durable_in_time_fails_and_says_where_it_stood(
     assert "timeout_s" in str(handle.error) and "last heard" in str(handle.error)
 
 
+def test_a_save_of_which_nothing_moves_is_given_up_though_its_writer_speaks(
+    fake: FakeWriter, tmp_path: Path, configure: Callable[..., object]
+) -> None:
+    configure(progress_timeout_s=1.0)
+    fake.hold_acks.set()
+    handle = shardwright.save(state_of(count=8), tmp_path / "a.pt")
+    assert isinstance(handle.error, SaveTimeoutError) and "moved" in str(handle.error)
+    fake.hold_acks.clear()
+
+
 def test_staging_waits_for_a_slot_only_so_long(
     fake_factory: Callable[..., FakeWriter], tmp_path: Path, configure: Callable[..., object]
 ) -> None:

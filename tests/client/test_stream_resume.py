@@ -136,6 +136,7 @@ def test_a_forgetful_writer_is_told_what_was_durable(fake: FakeWriter, tmp_path:
     assert claimed.resume
     assert {(d.file, d.window): d.crc32 for d in claimed.durable} == durable
     assert list(claimed.temporary_names) == [f".{handle.save_id}.0.swtmp"]
+    fake.hook = lambda save, request: None
     fake.hold_acks.clear()
     again = shardwright.save(state, tmp_path / "a.pt", on_error="raise")
     assert is_right(fake.saves[again.save_id], state)
@@ -262,19 +263,18 @@ def test_supervisor_and_server_killed_together_cost_nothing_when_nothing_was_rel
         return process
 
     monkeypatch.setenv("SHARDWRIGHT_ENDPOINT", f"unix://{short_path}/writer.sock")
-    process = start()
+    processes = [start()]
     try:
         state = state_of()
         shardwright.save(state, tmp_path / "a.pt", on_error="raise")
-        process.send_signal(signal.SIGSTOP)  # it takes nothing of the next save
+        processes[0].send_signal(signal.SIGSTOP)  # it takes nothing of the next save
         handle = shardwright.async_save(state, tmp_path / "b.pt", on_error="raise")
-        process.kill()
-        process.wait()
-        process = start()
+        processes[0].kill()
+        processes[0].wait()
+        processes.append(start())
         assert handle.committed(timeout_s=20)
         assert (tmp_path / "b.pt").read_bytes() == (tmp_path / "a.pt").read_bytes()
     finally:
-        process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+        for process in processes:
+            process.kill()
+            process.communicate()

@@ -126,6 +126,8 @@ class Clients:
             )
         want = _number(request, "want_bytes", 1 << 62)
         ranks = max(1, _number(request, "local_world_size", 1 << 16))
+        owner = Owner(pid, process_start_time(pid))
+        self._release_predecessors(owner, inline)
         if inline:
             want = min(want or INLINE_LEASE_BYTES, INLINE_LEASE_BYTES)
             granted, window = self.budget.grant(want, ranks, window, INLINE_WINDOW_BYTES)
@@ -135,7 +137,7 @@ class Clients:
             client_id=client_id,
             uid=uid,
             gid=gid,
-            owner=Owner(pid, process_start_time(pid)),
+            owner=owner,
             job=_text(request, "job", 256),
             local_rank=_number(request, "local_rank", 1 << 20),
             inline=inline,
@@ -261,8 +263,16 @@ class Clients:
         self._release(client)
 
     def _release_if_gone(self, client: Client) -> None:
-        if not client.connected and self.by_id.get(client.client_id) is client:
+        # A process that lives still maps its arena: the memory is taken, whoever speaks for it.
+        if not client.connected and client.pidfd < 0:
             self._release(client)
+
+    def _release_predecessors(self, owner: Owner, inline: bool) -> None:
+        """Free what this very process attached under another id: it has let go of that arena."""
+        for other in list(self.by_id.values()):
+            same = other.owner == owner and owner.pid > 0 and other.inline == inline
+            if same and not other.connected:
+                self._release(other)
 
     def _release(self, client: Client) -> None:
         """Free everything of a client that is gone and has no save under way."""

@@ -84,14 +84,6 @@ def write_small(folder: Folder, name: str, content: bytes, mode: int) -> int:
         file.close()
 
 
-def shard_tag(folder: Folder, format_name: str, file_name: str, save_id: str, count: int) -> str:
-    """Return "" when the plain shard names are free, else a tag that makes them this save's own."""
-    if count == 1:
-        return ""
-    plain = set(formats.get_format(format_name).shard_names(file_name, count, ""))
-    return save_id[:8] if plain & set(folder.names()) else ""
-
-
 def superseded(
     folder: Folder, format_name: str, file_name: str, names: list[str], recorded: set[str]
 ) -> list[str]:

@@ -24,6 +24,9 @@ class SaveHost(Protocol):
     async def turn(self, save: Save) -> None:
         """Wait until every earlier save of the same path has ended."""
 
+    def is_alone(self, save: Save) -> bool:
+        """Tell whether no other save of the same path is under way."""
+
     def live_ids(self) -> frozenset[str]:
         """Return the ids of all live saves: their temporary files are not leftovers."""
 

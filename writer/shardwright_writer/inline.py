@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardwright_writer.crc import crc32
-from shardwright_writer.refusal import Reason, Refusal
+from shardwright_writer.refusal import Reason, Refusal, bug
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -56,6 +56,8 @@ class InlineRoad:
                     await self._store(save, chunk)
             except Refusal as refusal:
                 save.fail(refusal)
+            except Exception as error:  # noqa: BLE001 -- a bug must end the save, not this task
+                save.fail(bug(error))
             finally:
                 self._chunks.task_done()
 

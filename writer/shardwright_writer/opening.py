@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from shardwright_writer import commit, formats
+from shardwright_writer import formats
 from shardwright_writer.arena import anonymous_buffer
 from shardwright_writer.crc import piece_crcs, window_crc
 from shardwright_writer.formats.image import FileImage
-from shardwright_writer.names import leftovers
+from shardwright_writer.names import belongs_to, leftovers
 from shardwright_writer.refusal import Reason, Refusal
 from shardwright_writer.windows import WindowTable
 
@@ -81,7 +81,13 @@ def lay_out(
 
 def choose_tag(folder: Folder, spec: SaveSpec, plan: Plan, layout: ShardLayout) -> str:
     """Return "" when the plain names of the save's shards are free, else this save's own tag."""
-    return commit.shard_tag(folder, plan.format, spec.file_name, spec.save_id, layout.file_count)
+    plain = set(formats.get_format(plan.format).shard_names(spec.file_name, layout.file_count, ""))
+    return own_tag(spec, layout) if plain & set(folder.names()) else ""
+
+
+def own_tag(spec: SaveSpec, layout: ShardLayout) -> str:
+    """Return what makes the names of several shards this save's alone; one file needs nothing."""
+    return spec.save_id[:8] if layout.file_count > 1 else ""
 
 
 def open_files(folder: Folder, spec: SaveSpec, opening: Opening, *, reopen: bool) -> Opening:
@@ -101,6 +107,15 @@ def open_files(folder: Folder, spec: SaveSpec, opening: Opening, *, reopen: bool
             folder.remove(file.name)
         raise
     return replace(opening, files=files)
+
+
+def discard(folder: Folder, spec: SaveSpec, files: list[WritableFile]) -> None:
+    """Close and remove everything of a save that has failed, its index and manifest too."""
+    for file in files:
+        file.close()
+    for name in folder.names():
+        if belongs_to(name, spec.save_id):
+            folder.remove(name)
 
 
 def read_back(

@@ -17,7 +17,7 @@ import numpy as np
 from shardwright_proto.limits import BLOCK_BYTES
 from shardwright_writer.arena import anonymous_buffer
 from shardwright_writer.crc import fold_crcs, piece_crcs, window_crc
-from shardwright_writer.refusal import Reason, Refusal
+from shardwright_writer.refusal import Refusal, bug
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -271,11 +271,7 @@ class Pipeline:
         except Refusal as error:
             refusal = error
         except Exception as error:  # noqa: BLE001 -- a bug must end this save, not a pool thread
-            refusal = Refusal(
-                Reason.INTERNAL,
-                f"bug while writing {state.plan.name!r}: {type(error).__name__}: {error}",
-                "please report it; the previous checkpoint is untouched",
-            )
+            refusal = bug(error)
         with self._lock:
             first = refusal is not None and not self._stopped
             self._stopped |= refusal is not None

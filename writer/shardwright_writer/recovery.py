@@ -21,7 +21,7 @@ from shardwright_writer.journal import Journal, Phase, WindowState
 from shardwright_writer.names import Owner
 from shardwright_writer.opening import lay_out, open_files
 from shardwright_writer.plan_codec import parse_plan
-from shardwright_writer.refusal import Reason, Refusal
+from shardwright_writer.refusal import Reason, Refusal, bug
 from shardwright_writer.save import Save
 from shardwright_writer.session import State
 from shardwright_writer.spec import SaveSpec
@@ -83,8 +83,8 @@ def _take_over(
         journal = Journal(fd)
         client = known[journal.meta["client_id"]]
         save = _rebuild(journal, client, folder_fd, saves)
-    except (KeyError, ValueError, OSError, Refusal) as error:
-        _log.error("%s cannot be taken over, its temporary files stay: %r", save_id, error)
+    except Exception:  # noqa: BLE001 -- whatever it is, the other saves must go on
+        _log.exception("%s cannot be taken over, its temporary files stay", save_id)
         for key, orphan in ((f"journal/{save_id}", fd), (f"target/{save_id}", folder_fd)):
             fds.drop(key)
             with contextlib.suppress(OSError):
@@ -102,6 +102,8 @@ def _take_over(
         _go_on(save, journal)
     except Refusal as refusal:
         save.fail(refusal)
+    except Exception as error:  # noqa: BLE001 -- as above: never a server that cannot start
+        save.fail(bug(error))
     else:
         saves.detached(save)
 

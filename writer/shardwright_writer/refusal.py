@@ -61,3 +61,12 @@ _OF_ERRNO: dict[int, tuple[Reason, str]] = {
     errno.EROFS: (Reason.PERMISSION, "the file system is read-only"),
     errno.ESTALE: (Reason.IO_ERROR, "the network file system lost the folder; save again"),
 }
+
+
+def bug(error: Exception) -> Refusal:
+    """Return the refusal for an exception that nobody should have seen."""
+    return Refusal(
+        Reason.INTERNAL,
+        f"bug in the writer: {type(error).__name__}: {error}",
+        "please report it with the server's log; the previous checkpoint is untouched",
+    )

@@ -19,13 +19,15 @@ from shardwright_writer.opening import (
     Opening,
     check_target,
     choose_tag,
+    discard,
     lay_out,
     open_files,
+    own_tag,
     read_back,
 )
 from shardwright_writer.pipeline import Pipeline
 from shardwright_writer.publication import Written, prepare_publication
-from shardwright_writer.refusal import Reason, Refusal
+from shardwright_writer.refusal import Reason, Refusal, bug
 from shardwright_writer.session import TERMINAL, Event, State, step
 from shardwright_writer.spec import Acked, Captured, Committed, Emission, SaveSpec
 
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
 _SYNC_BYTES_MAX = 64 << 20
 _STOP_TIMEOUT_S = 2.0
+_FLUSH_TIMEOUT_S = 0.5
 
 
 class Save:
@@ -97,17 +100,9 @@ class Save:
         temporary files are reopened and those windows read back. A failure ends the save.
         """
         if self._building is None:
-            self._building = self._spawn(self._begin(plan_bytes, skeleton, claimed))
+            self._building = self._spawn(self._build(plan_bytes, skeleton, claimed))
         # The stream that asked may break meanwhile; the work belongs to the save.
         await asyncio.shield(self._building)
-
-    async def _begin(
-        self, plan_bytes: bytes, skeleton: bytes, claimed: Sequence[tuple[int, int, int]]
-    ) -> None:
-        try:
-            await self._build(plan_bytes, skeleton, claimed)
-        except Refusal as refusal:
-            self.fail(refusal)
 
     async def _build(
         self, plan_bytes: bytes, skeleton: bytes, claimed: Sequence[tuple[int, int, int]]
@@ -118,6 +113,9 @@ class Save:
         for name in await run(pool, check_target, folder, spec, self.bytes_total, live):
             self._host.log(self, "swept", name=name)
         tag = await run(pool, choose_tag, folder, spec, self.plan, self.layout)
+        if not self._host.is_alone(self):
+            # An earlier save of this path is still to publish: its shards must not be ours.
+            tag = own_tag(spec, self.layout)
         opening = await run(
             pool, lay_out, spec, self.plan, self.layout, skeleton, self.window_bytes, tag
         )
@@ -212,6 +210,8 @@ class Save:
                 Reason.BAD_REQUEST,
                 f"Finish with {len(missing)} windows of {len(journal.states)} missing",
             )
+        # "Captured" promises that the journal outlives us: it must be with the supervisor.
+        self._host.fds.flush(_FLUSH_TIMEOUT_S)
         journal.phase = Phase.CAPTURED
         self.state = step(self.state, Event.FINISH)
         self.stage = "writing"
@@ -288,15 +288,9 @@ class Save:
         assert self.opening is not None
         inodes = [int(inode) for inode in journal.inodes]
         written = Written(self.spec, self.plan, self.layout, self.opening, inodes, crcs)
-        try:
-            publication = await run(
-                self._host.admin_pool, prepare_publication, self.folder, written
-            )
-            journal.phase = Phase.PUBLISHING
-            await run(self._host.admin_pool, commit.publish, self.folder, publication)
-        except Refusal as refusal:
-            self.fail(refusal)
-            return
+        publication = await run(self._host.admin_pool, prepare_publication, self.folder, written)
+        journal.phase = Phase.PUBLISHING
+        await run(self._host.admin_pool, commit.publish, self.folder, publication)
         journal.phase = Phase.COMMITTED
         self.complete(
             [file.name for file in publication.files],
@@ -356,12 +350,8 @@ class Save:
         self._end()
 
     def _remove_temporaries(self) -> None:
-        for file in self._files:
-            file.close()
         try:
-            for name in self.folder.names():
-                if name.startswith(f".{self.spec.save_id}."):
-                    self.folder.remove(name)
+            discard(self.folder, self.spec, self._files)
         except Refusal as refusal:
             self._host.log(self, "leftover", message=str(refusal))
 
@@ -387,8 +377,17 @@ class Save:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._task_ended)
         return task
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Refusal):
+            self.fail(error)
+        elif isinstance(error, Exception):
+            self._host.log(self, "bug", message=repr(error))
+            self.fail(bug(error))
 
     def _require_journal(self) -> tuple[Journal, WindowTable]:
         if self.journal is None or self.table is None:

@@ -115,6 +115,9 @@ class Saves:
             changed = self._changed
             await changed.wait()
 
+    def is_alone(self, save: Save) -> bool:
+        return len(self._queues[save.path_key]) == 1
+
     def live_ids(self) -> frozenset[str]:
         return frozenset(self.live)
 

@@ -22,7 +22,7 @@ from shardwright_writer import formats
 from shardwright_writer.inline import InlineRoad
 from shardwright_writer.journal import WindowState
 from shardwright_writer.plan_codec import parse_plan, parse_spec
-from shardwright_writer.refusal import Reason, Refusal
+from shardwright_writer.refusal import Reason, Refusal, bug
 from shardwright_writer.save import Save
 from shardwright_writer.saves import Structure
 from shardwright_writer.session import State
@@ -125,8 +125,7 @@ class SaveStream:
             raise
         except Exception as error:  # noqa: BLE001 -- logged, and the end of this save only
             _log.exception("bug while serving %s", self._client.describe())
-            what = f"bug in the writer: {type(error).__name__}: {error}"
-            self._fail(Refusal(Reason.INTERNAL, what, "please report it"))
+            self._fail(bug(error))
 
     def _fail(self, refusal: Refusal) -> None:
         if self._save is not None:
