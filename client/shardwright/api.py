@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 import secrets
-import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from shardwright import config, lifecycle
 from shardwright.errors import (
@@ -188,7 +187,7 @@ class _Call:
         self, obj: object, path: StrOrBytesPath, arguments: _Arguments, on_error: str | None
     ) -> None:
         self._settings, self._trouble = _settings()
-        self._rank, self._world_size = _rank_and_world(self._settings)
+        self._rank, self._world_size = config.rank_and_world(self._settings)
         self._arguments = arguments
         self._obj = obj
         mode = _on_error(on_error, self._settings)
@@ -374,14 +373,6 @@ def _on_error(on_error: str | None, settings: config.Config) -> str:
     if mode not in config.ON_ERRORS:
         raise ValueError(f"on_error={mode!r} is not one of {', '.join(config.ON_ERRORS)}")
     return mode
-
-
-def _rank_and_world(settings: config.Config) -> tuple[int, int]:
-    # Only if it is there already: no import, and no collective.
-    distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return settings.rank, settings.world_size
 
 
 def _without_frames(error: ShardwrightError, mode: str) -> ShardwrightError:

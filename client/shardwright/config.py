@@ -19,8 +19,9 @@ does not decide anything: an argument of `save` or `prepare` always goes before 
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardwright_proto.endpoint import client_socket_path, parse_endpoint
 
@@ -129,6 +130,15 @@ def socket_path(endpoint: str | None) -> str:
     shardwright_proto.endpoint.EndpointError (a ValueError) for an endpoint that cannot be.
     """
     return parse_endpoint(endpoint) if endpoint else client_socket_path(os.environ)
+
+
+def rank_and_world(settings: Config) -> tuple[int, int]:
+    """Return this process's rank and the world size: torch.distributed's, or the environment's."""
+    # Only if it is there already: no import, and no collective.
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return settings.rank, settings.world_size
 
 
 _loaded: Config | None = None

@@ -43,12 +43,12 @@ def load(path: Path) -> dict[str, torch.Tensor]:
 
 
 def same(state: dict[str, torch.Tensor], path: Path) -> bool:
-    got = load(path)
-    return (
-        list(got) == list(state)
-        if path.suffix == ".pt"
-        else set(got) == set(state)
-        and all(torch.equal(got[name], tensor) for name, tensor in state.items())
+    return equal(state, load(path))
+
+
+def equal(state: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> bool:
+    return set(got) == set(state) and all(
+        torch.equal(got[name], tensor) for name, tensor in state.items()
     )
 
 

@@ -3,7 +3,7 @@
     1. manifest   new entry + the entry of what is visible now; temporary, synced, renamed
     2. data files of a sharded save, under names that no visible index uses; folder synced
     3. root       one rename: before it the old checkpoint is visible, after it the new one
-    4. folder synced; only then is the save reported, and only then are old shards removed
+    4. folder synced; only then are old shards removed and the save reported
 
 Called by `save` on a pool thread when every byte is durable; may run again from any step after a
 crash (`Publication` is rebuilt from the journal). Does not write tensor bytes.

@@ -292,11 +292,9 @@ class Save:
         journal.phase = Phase.PUBLISHING
         await run(self._host.admin_pool, commit.publish, self.folder, publication)
         journal.phase = Phase.COMMITTED
-        self.complete(
-            [file.name for file in publication.files],
-            sum(plan.size for plan in self.opening.save_plan.files),
-        )
         await run(self._host.admin_pool, self._tidy_up, publication.superseded)
+        files = self.opening.save_plan.files
+        self._complete([file.name for file in publication.files], sum(file.size for file in files))
         self._end()
 
     def _tidy_up(self, superseded: list[str]) -> None:
@@ -307,7 +305,7 @@ class Save:
             # The checkpoint is durable; what could not be removed is tried again by the next one.
             self._host.log(self, "leftover", message=str(refusal))
 
-    def complete(self, names: list[str], size: int) -> None:
+    def _complete(self, names: list[str], size: int) -> None:
         """The checkpoint is visible and durable: say so."""
         self.state = step(self.state, Event.PUBLISHED)
         self.result = Committed(size, names, time.monotonic() - self.opened_s)
