@@ -127,7 +127,9 @@ def session_writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WriterP
     """One writer for many tests, with every test's tmp_path below its root."""
     folder = Path(tempfile.mkdtemp(prefix="sw-", dir="/tmp"))
     with writers_in(folder, tmp_path_factory.getbasetemp()) as start:
-        yield start(name="session")
+        writer = start(name="session")
+        writer.root = folder  # other tests make temporary files below the base on purpose
+        yield writer
     shutil.rmtree(folder)
 
 
