@@ -110,12 +110,15 @@ class Arena:
 
     def acquire(self, user: SlotUser, timeout_s: float) -> Slot | None:
         """Return a free slot; None when `user` was stopped, the arena retired, or time is up."""
-        waiter = _Waiter(user)
         with self._lock:
             if user.stopped or self.retired:
                 return None
+            if self._free and not self._waiters:
+                return self._take()
+            if timeout_s <= 0:
+                return None
+            waiter = _Waiter(user)
             self._waiters.append(waiter)
-            self._serve()
         try:
             waiter.ready.wait(timeout_s)
         except BaseException:  # KeyboardInterrupt: the slot must not go with it
@@ -174,11 +177,14 @@ class Arena:
     def _serve(self) -> None:
         while self._free and self._waiters:
             waiter = self._waiters.popleft()
-            slot, address = self._free.popleft()
-            self._generations[slot] += 1
-            self._in_use += 1
-            waiter.slot = Slot(slot, address, self._generations[slot])
+            waiter.slot = self._take()
             waiter.ready.set()
+
+    def _take(self) -> Slot:
+        index, address = self._free.popleft()
+        self._generations[index] += 1
+        self._in_use += 1
+        return Slot(index, address, self._generations[index])
 
     def _put_back(self, slot: Slot) -> None:
         assert self._generations[slot.index] == slot.generation, "slot was released twice"

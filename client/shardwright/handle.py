@@ -82,7 +82,9 @@ class PendingSave:
         self.transport: str | None = None
         """The road the bytes took: "shared", "inline", "local"; None before that is known."""
         self.error: ShardwrightError | None = None
-        self._where = f"rank {rank}, save {save_id[:8]} of {path}"
+        # A path that is not UTF-8 would end up as an error of whoever writes the log.
+        self._shown_path = path.encode(errors="backslashreplace").decode()
+        self._where = f"rank {rank}, save {save_id[:8]} of {self._shown_path}"
         self._condition = threading.Condition()
         self._state = State.STAGING
         self.was_captured = False
@@ -174,7 +176,7 @@ class PendingSave:
         if next_state in _TERMINAL:
             lifecycle.discard(self)
         if error is not None and event is Event.FAILED and self.on_error != "raise":
-            _log.error("save of %s failed, training goes on: %s", self.path, error)
+            _log.error("save of %s failed, training goes on: %s", self._shown_path, error)
         return True
 
     def on_cancel(self, action: Callable[[], None]) -> None:

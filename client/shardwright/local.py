@@ -45,7 +45,7 @@ def save_locally(
     except OSError as error:
         raise SaveFailedError(
             "IO_ERROR",
-            f"writing {path} in the trainer: {error.strerror or error}",
+            f"writing in the trainer: {error.strerror or error}",
             hint="check the storage",
             lost="An older checkpoint at this path stays",
         ) from error

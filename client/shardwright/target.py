@@ -79,6 +79,7 @@ def _check_name(path: str, name: str) -> None:
 
 
 def _refused(message: str, reason: str) -> SaveFailedError:
+    message = message.encode(errors="backslashreplace").decode()  # it goes into logs
     return SaveFailedError(reason, message, hint="Choose another path", lost="Nothing was written")
 
 

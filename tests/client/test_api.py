@@ -124,6 +124,7 @@ def test_a_target_that_cannot_be_a_file_is_refused_before_anything_is_sent(
     before = sorted(os.listdir(tmp_path))
     handle = shardwright.async_save(STATE, paths[what])
     assert isinstance(handle.error, SaveFailedError)
+    str(handle.error).encode()  # fit for a log
     with pytest.raises(SaveFailedError):
         shardwright.async_save(STATE, paths[what], on_error="raise")
     assert not fake.opens and sorted(os.listdir(tmp_path)) == before

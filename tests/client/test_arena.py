@@ -111,15 +111,31 @@ def test_a_wait_that_times_out_leaves_no_place_in_the_queue() -> None:
 
 def test_an_interrupted_wait_loses_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = private_arena(WINDOW, 1)
+    slot = arena.acquire(User(), 0)
+    assert slot is not None
 
     def interrupted(self: threading.Event, timeout: float | None = None) -> bool:
+        assert slot is not None
+        arena.release(slot)  # at this very moment: the waiter has it, and must give it back
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Event, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            arena.acquire(User(), 1)  # it has the slot already, and must give it back
+            arena.acquire(User(), 1)
     assert arena.acquire(User(), 0) is not None
+
+
+def test_who_does_not_wait_does_not_overtake_who_does() -> None:
+    arena = private_arena(WINDOW, 1)
+    slot = arena.acquire(User(), 0)
+    assert slot is not None
+    results: list[object] = []
+    thread = acquire_in_thread(arena, User(), results)
+    assert arena.acquire(User(), 0) is None
+    arena.release(slot)
+    thread.join(10)
+    assert results[0] is not None
 
 
 def test_segments_that_come_later_serve_who_waits() -> None:

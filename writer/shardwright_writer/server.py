@@ -39,7 +39,6 @@ _log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _WATCH_PERIOD_S = 1.0
-_NICE = 5  # a trainer that copies its tensors goes before the writer that takes them
 _RESERVE_BYTES_MIN, _RESERVE_BYTES_MAX = 16 << 20, 64 << 20
 
 
@@ -50,7 +49,6 @@ def main(arguments: list[str]) -> int:
     _die_with_supervisor(inheritance.supervisor_pid)
     configure_logging(inheritance.config.log_format, "server")
     os.umask(0o077)
-    os.nice(_NICE)
     return asyncio.run(Server(inheritance).run())
 
 
