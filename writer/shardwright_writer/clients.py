@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import secrets
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from shardwright_writer.fdstore import FdStore
 
 _TARGETS_MAX = 64
+_CLIENT_ID = re.compile(r"[0-9a-f]{32}")
 INLINE_WINDOW_BYTES = 4 << 20
 INLINE_LEASE_BYTES = 64 << 20
 
@@ -101,9 +103,15 @@ class Clients:
             )
         return client
 
+    def is_attached(self, client: Client) -> bool:
+        """Tell whether the client's lease is still its own."""
+        return self.by_id.get(client.client_id) is client
+
     def attach(self, request: dict[str, Any], uid: int, gid: int, pid: int) -> Client:
         """Make or find the client of an attach request and give it a fresh token."""
         client_id = _text(request, "client_id", 32)
+        if not _CLIENT_ID.fullmatch(client_id):  # it becomes part of keys that recovery parses
+            raise Refusal(Reason.BAD_REQUEST, "client_id must be 32 lower-case hex digits")
         client = self.by_id.get(client_id)
         if client is not None and client.uid != uid:
             raise Refusal(Reason.PERMISSION, "this client id belongs to another user")
@@ -175,6 +183,11 @@ class Clients:
             segment = await loop.run_in_executor(
                 self._pool, create_segment, segment_id, first_slot, size
             )
+            lost = not self.is_attached(client)
+            known = any(have.first_slot == first_slot for have in client.lease.segments)
+            if lost or known:  # it died meanwhile, or attached again and got this one already
+                os.close(segment.fd)
+                return
             self._keep(client, segment)
             push(segment)
 

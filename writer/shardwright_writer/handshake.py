@@ -124,7 +124,7 @@ class Handshake:
             for segment in client.lease.segments:
                 if segment.segment_id not in self._held:
                     self._push(client, segment)
-            while client.lease.plan_segments():
+            while self._clients.is_attached(client) and client.lease.plan_segments():
                 await self._clients.populate(client, lambda segment: self._push(client, segment))
         except Refusal as refusal:
             self._send(

@@ -33,6 +33,7 @@ class InlineRoad:
         self._pool = pool
         self._chunks: asyncio.Queue[tuple[Save, InlineBytes]] = asyncio.Queue(_CHUNKS_MAX)
         self._window: tuple[int, int, int] | None = None  # (file, window, slot) being filled
+        self._save_id = ""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def put(self, save: Save, chunk: InlineBytes) -> None:
@@ -64,6 +65,7 @@ class InlineRoad:
     async def _store(self, save: Save, chunk: InlineBytes) -> None:
         if self._window is None or self._window[:2] != (chunk.file, chunk.window):
             self._drop_window()
+            self._save_id = save.spec.save_id
             self._window = (chunk.file, chunk.window, await self._take_slot(save, chunk))
         slot = self._window[2]
         memory = self._client.lease.slot(slot)
@@ -89,8 +91,12 @@ class InlineRoad:
 
     def _drop_window(self) -> None:
         if self._window is not None:
-            self._client.lease.users.pop(self._window[2], None)
-            self._client.slot_freed.set()
+            file, window, slot = self._window
+            users = self._client.lease.users
+            # After a failed save the slot may be another's already.
+            if users.get(slot) == (self._save_id, file, window):
+                del users[slot]
+                self._client.slot_freed.set()
             self._window = None
 
 

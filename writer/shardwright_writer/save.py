@@ -82,6 +82,7 @@ class Save:
         self._loop = asyncio.get_running_loop()
         self._files: list[WritableFile] = []
         self._data_durable = False
+        self._publishing = False
         self.path_key: tuple[int, int, str] = (0, 0, "")
         self._tag = ""
         self._drained = asyncio.Event()
@@ -285,6 +286,7 @@ class Save:
         if self.state in TERMINAL:
             return
         self.stage = "committing"
+        self._publishing = True  # from here on only the publication itself decides how it ends
         assert self.opening is not None
         inodes = [int(inode) for inode in journal.inodes]
         written = Written(self.spec, self.plan, self.layout, self.opening, inodes, crcs)
@@ -322,7 +324,7 @@ class Save:
 
     def fail(self, refusal: Refusal) -> None:
         """End the save without a checkpoint. The first reason stays."""
-        if self.state in TERMINAL:
+        if self.state in TERMINAL or self._publishing:
             return
         self.state = step(self.state, Event.FAIL)
         self.result = refusal
@@ -336,8 +338,7 @@ class Save:
             await self._loop.run_in_executor(
                 self._host.admin_pool, self.pipeline.stop, _STOP_TIMEOUT_S
             )
-        # Nothing fills the slots any more: the client may have them back. A write stuck in the
-        # kernel still reads one, into a file that will never be published.
+        # Nothing fills the slots any more; a stuck write only reads, into a file that is given up.
         users = self.client.lease.users
         for slot in [slot for slot, user in users.items() if user[0] == self.spec.save_id]:
             del users[slot]
@@ -381,6 +382,8 @@ class Save:
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._publishing = False
         if isinstance(error, Refusal):
             self.fail(error)
         elif isinstance(error, Exception):
