@@ -45,8 +45,9 @@ EXIT STATUS
 
 \b
 ENVIRONMENT
-  Every option can be given as SHARDWRIGHT_WRITER_<OPTION>: _SOCKET,
-  _MEMORY_BUDGET, _ROOTS (separated by ":"), _ALLOW_UIDS, _LOG_FORMAT, ...
+  SHARDWRIGHT_WRITER_ and SOCKET, MEMORY_BUDGET, ROOTS (separated by ":"),
+  ALLOW_UIDS, ALLOW_GIDS, DRAIN_TIMEOUT_S, REATTACH_TIMEOUT_S, IO_TIMEOUT_S,
+  LOCK_TIMEOUT_S, LOG_FORMAT, IO_THREADS
 """
 STATUS_EXIT_STATUS = """\b
 EXIT STATUS
@@ -110,7 +111,7 @@ ReattachTimeout = Annotated[
 IoTimeout = Annotated[
     float | None,
     typer.Option(
-        metavar="SECONDS", help="Give up on storage that is silent so long. Default: 120."
+        metavar="SECONDS", help="Give up on storage that is silent so long. Default: 300."
     ),
 ]
 LockTimeout = Annotated[
