@@ -95,19 +95,6 @@ def guard() -> Iterator[None]:
             _terminate(_process.noted)
 
 
-def can_start_threads() -> bool:
-    """Tell whether gRPC can still begin a call, for which it needs threads.
-
-    Python 3.12.0 and 3.12.1 start none once the main thread has ended, before any exit hook runs.
-    A call begun then would leave gRPC in a state in which the process never ends.
-    """
-    try:
-        threading.Thread(target=int, daemon=True).start()
-    except RuntimeError:
-        return False
-    return True
-
-
 # --- waiting ----------------------------------------------------------------------------------
 
 
@@ -168,8 +155,10 @@ def hook_sigterm() -> None:
 
 
 def _at_exit() -> None:
-    # Channels stay open: gRPC's close waits for its calls, and nothing may hang here.
     _wait_at_end()
+    from shardwright import attach
+
+    attach.close_all()
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:

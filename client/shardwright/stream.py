@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import grpc
 
-from shardwright import lifecycle, outbox, stage, watchdog
+from shardwright import outbox, stage, watchdog
 from shardwright.errors import (
     SaveCancelledError,
     SaveFailedError,
@@ -228,9 +228,6 @@ class SaveStream:
 
     def _attempt(self) -> None:
         """Open the stream (again) and follow it until the save ends or the stream breaks."""
-        if not lifecycle.can_start_threads():
-            self._end(_failure("CLIENT_LOST", "the process ended before the save was under way"))
-            return
         given_up = self._given_up_s < float("inf")
         start_s = time.monotonic() if given_up else self._heard_s
         session = self._connection.live_session(start_s + self._config.stall_timeout_s)
