@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from shardwright_proto.control import receive_message, send_message
+from shardwright_proto.control import ask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -72,15 +71,11 @@ class WriterProcess:
 
     def is_ready(self) -> bool:
         """Whether a server answers: clients that come earlier are held, so this may wait."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-            sock.settimeout(READY_TIMEOUT_S)
-            try:
-                sock.connect(self.socket)
-                send_message(sock, {"op": "status", "seq": 1})
-                received = receive_message(sock)
-            except OSError:
-                return False
-            return received is not None and received[0].get("ok") is True
+        try:
+            answer = ask(self.socket, "status", READY_TIMEOUT_S)
+        except OSError:
+            return False
+        return answer is not None and answer.get("ok") is True
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + READY_TIMEOUT_S

@@ -9,12 +9,10 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import os
-import socket
 import sys
 
 from shardwright import config
-from shardwright_proto.control import ControlProtocolError, receive_message, send_message
+from shardwright_proto.control import ControlProtocolError, ask
 from shardwright_proto.limits import WIRE_VERSION
 
 EXIT_STATUS = """\
@@ -63,21 +61,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _ask(path: str, timeout_s: float) -> str | None:
     """Return why no writer answers at path; None if one does."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(timeout_s)
-        try:
-            sock.connect(path)
-            send_message(sock, {"op": "status", "seq": 1})
-            received = receive_message(sock)
-        except TimeoutError:
-            return f"the writer did not answer within {timeout_s:g} s: see its log"
-        except (OSError, ControlProtocolError) as error:
-            return f"no writer: {error}"
-    if received is None:
+    try:
+        answer = ask(path, "status", timeout_s)
+    except TimeoutError:
+        return f"the writer did not answer within {timeout_s:g} s: see its log"
+    except (OSError, ControlProtocolError) as error:
+        return f"no writer: {error}"
+    if answer is None:
         return "the writer hung up: its server has just died; ask again"
-    answer, fds = received
-    for fd in fds:
-        os.close(fd)
     if answer.get("ok") is not True:
         return f"the writer refused: {answer.get('message')} ({answer.get('hint')})"
     return None

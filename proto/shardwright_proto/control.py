@@ -78,3 +78,22 @@ def receive_message(sock: socket.socket) -> tuple[Message, list[int]] | None:
             os.close(fd)
         raise
     return message, fds
+
+
+def ask(path: str, op: str, timeout_s: float) -> Message | None:
+    """Connect to the handshake socket, ask one thing, and return the answer.
+
+    None: the writer hung up. Raises TimeoutError, another OSError (nobody listens), or
+    ControlProtocolError. Descriptors that came with the answer are closed.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(timeout_s)
+        sock.connect(path)
+        send_message(sock, {"op": op, "seq": 1})
+        received = receive_message(sock)
+    if received is None:
+        return None
+    answer, fds = received
+    for fd in fds:
+        os.close(fd)
+    return answer

@@ -10,14 +10,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from shardwright_proto.control import ControlProtocolError, receive_message, send_message
+from shardwright_proto.control import ControlProtocolError, ask
 from shardwright_proto.endpoint import SYSTEM_SOCKET
 from shardwright_proto.limits import TOKEN_METADATA_KEY
 from shardwright_writer.config import ConfigError, find_socket, load_config, parse_size
@@ -224,24 +223,17 @@ def ask_status(path: str, timeout_s: float) -> WriterStatus:
 
 
 def _shake_hands(path: str, timeout_s: float) -> dict[str, Any]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(timeout_s)
-        try:
-            sock.connect(path)
-            send_message(sock, {"op": "status", "seq": 1})
-            received = receive_message(sock)
-        except TimeoutError:
-            raise NoWriterError(
-                f"the writer at {path} did not answer within {timeout_s:g} s: its server is"
-                " starting again or stuck, its log says which"
-            ) from None
-        except (OSError, ControlProtocolError) as error:
-            raise NoWriterError(f"no writer at {path}: {error}") from None
-    if received is None:
+    try:
+        answer = ask(path, "status", timeout_s)
+    except TimeoutError:
+        raise NoWriterError(
+            f"the writer at {path} did not answer within {timeout_s:g} s: its server is"
+            " starting again or stuck, its log says which"
+        ) from None
+    except (OSError, ControlProtocolError) as error:
+        raise NoWriterError(f"no writer at {path}: {error}") from None
+    if answer is None:
         raise NoWriterError(f"the writer at {path} hung up: its server died; ask again")
-    answer, fds = received
-    for fd in fds:
-        os.close(fd)
     if not answer.get("ok"):
         raise NoWriterError(
             f"the writer at {path} refused: {answer.get('message')} ({answer.get('hint')})"

@@ -81,8 +81,11 @@ def lay_out(
 
 def choose_tag(folder: Folder, spec: SaveSpec, plan: Plan, layout: ShardLayout) -> str:
     """Return "" when the plain names of the save's shards are free, else this save's own tag."""
+    tag = own_tag(spec, layout)
+    if not tag:
+        return ""  # one file: no need to list the folder
     plain = set(formats.get_format(plan.format).shard_names(spec.file_name, layout.file_count, ""))
-    return own_tag(spec, layout) if plain & set(folder.names()) else ""
+    return tag if plain & set(folder.names()) else ""
 
 
 def own_tag(spec: SaveSpec, layout: ShardLayout) -> str:

@@ -84,7 +84,6 @@ class Save:
         self._data_durable = False
         self._publishing = False
         self.path_key: tuple[int, int, str] = (0, 0, "")
-        self._tag = ""
         self._drained = asyncio.Event()
         self._building: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
